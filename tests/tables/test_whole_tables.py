@@ -17,20 +17,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
-from tieredemb.errors import BackwardError, StorageFullError, UnsupportedError
+from tieredemb.errors import BackwardError, IdOutOfRangeError, StorageFullError, UnsupportedError
 
 ITEMS, USERS, WIDTH = 40, 30, 6
 OPTIM = torch.optim
 KINDS = {
     "SGD": (OPTIM.SGD, {"lr": 0.1}),
     "SGD momentum decay": (OPTIM.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD decay": (OPTIM.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "Adagrad": (OPTIM.Adagrad, {"lr": 0.05}),
     "Adagrad decay": (OPTIM.Adagrad, {"lr": 0.05, "weight_decay": 0.01}),
     "Adam": (OPTIM.Adam, {"lr": 0.01}),
+    "Adam decay": (OPTIM.Adam, {"lr": 0.01, "weight_decay": 0.01}),
     "AdamW": (OPTIM.AdamW, {"lr": 0.01}),
     "Adamax": (OPTIM.Adamax, {"lr": 0.01}),
     "NAdam": (OPTIM.NAdam, {"lr": 0.01}),
     "RMSprop": (OPTIM.RMSprop, {"lr": 0.01}),
+    "RMSprop decay": (OPTIM.RMSprop, {"lr": 0.01, "weight_decay": 0.01}),
 }
 
 
@@ -383,14 +386,15 @@ def test_a_buffer_that_is_used_again_changes_no_gradient(device):
 
 
 @pytest.mark.parametrize("order", [0.5, 1, 1.5, 2, 3, float("inf")])
-@pytest.mark.parametrize("scale", [1.0, 0.0, 1e30])
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e30, float("nan")])
 def test_norms_have_the_gradients_of_torchs(device, order, scale):
     """Also where several elements are the largest, and where the norm is zero or overflows."""
     models, _ = pair("SGD", capacity=7)
     for model in models:
         with torch.no_grad():
-            model.items.weight.mul_(scale)
-            model.items.weight[[3, 9, 30], 2] = 4.0 * scale
+            if scale == scale:
+                model.items.weight.mul_(scale)
+            model.items.weight[[3, 9, 30], 2] = 4.0 * scale  # where it is a NaN these alone are
         found = model.items.weight.norm(order)
         found.backward()
     ours, theirs = (each.items.weight.grad.to_sparse().to_dense() for each in models)
@@ -470,6 +474,30 @@ def test_no_more_than_a_chunk_is_held(loss, capacity):
     torch.testing.assert_close(ours.state_dict()["0.weight"], models[1].weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind", ["SGD momentum decay", "SGD decay", "Adagrad decay", "Adam", "Adam decay", "RMSprop decay"]
+)
+@pytest.mark.parametrize("capacity", [0.1, 1.0])
+def test_losses_over_several_chunks_train_as_in_torch(device, kind, capacity):
+    """The gradient of a sum or norm is made of the rows of each chunk amid the step, which has updated others."""
+    rows = 2_200_000 if device == "cuda" else 1_100_000
+    made, numbers = KINDS[kind]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(nn.Sequential(nn.Embedding(rows, 1)))
+    optimizers = [made(each.parameters(), **numbers) for each in models]
+    te.replace_embedding_bags(models[0], capacity=capacity, optimizer=optimizers[0])
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            weight = model[0].weight
+            (model(torch.tensor([3, rows - 1])).sum() + weight.square().sum() + weight.norm()).backward()
+            optimizer.step()
+    ours, theirs = (each.state_dict()["0.weight"] for each in models)
+    torch.testing.assert_close(ours, theirs.to(ours.device), rtol=1e-4, atol=1e-5)
+
+
 def test_elements_that_tie_in_several_chunks_share_the_gradient():
     bag = te.TieredEmbedding(LARGE, WIDTH, optimizer=OPTIM.SGD, capacity=7)
     with torch.no_grad():
@@ -490,6 +518,20 @@ def test_what_needs_all_rows_at_once_is_refused_where_memory_cannot_hold_them(mo
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_refused_updates_no_row(device):
+    models, optimizers = pair("Adam", capacity=7)
+    items, before = models[0].items, list(models[0].state_dict().values())
+
+    def step():
+        (items(torch.tensor([1, ITEMS])).sum() + items.weight.square().sum()).backward()
+        optimizers[0].step()
+        models[0].state_dict()  # a GPU says by now that it has refused the batch
+
+    with pytest.raises(IdOutOfRangeError, match="out of range"):
+        step()
+    assert_same_bits(list(models[0].state_dict().values()), before)
 
 
 def test_a_backward_that_fails_leaves_nothing(device):

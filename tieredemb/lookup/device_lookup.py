@@ -199,7 +199,7 @@ class DeviceLookup:
         tables: torch.Tensor | None = None,
     ) -> None:
         """Before rows of float32 are read: those that have to take steps one by one, as decay was part of the gradient,
-        stay at the last of these, so that nobody replays them again. Later bits are those of rows that were not read.
+        stay at the last of these, so that no later read replays them again. Reading so changes no later result.
         Rows of 16 bits stay as they are: they would be rounded once more. Arguments as of `read_current`."""
         if not self._keeps_replayed:
             return
@@ -299,7 +299,7 @@ class DeviceLookup:
         return found
 
     def _list(self, segments: Segments, batch: int) -> None:
-        """Lists the work on sorted occurrences."""
+        """Lists the work on occurrences, those of a row side by side."""
         n = segments.homes.shape[0]
         find = kernel(self._recipe, "segments_find", *self._update)
         find(

@@ -150,8 +150,9 @@ struct ElementState {
     __device__ __forceinline__ float &operator[](int n) const { return of->v[n][k]; }
 };
 
-// Reads those of a lane's s-th unit; all lanes of the row. A lane reads words side by side, which in a slot is a line of
-// the cache. Away each would cross PCIe in a request of its own: there the lanes read side by side, and exchange words.
+// Reads the words of a lane's s-th unit. All lanes of the row call it. In a slot each lane reads its own words, which lie
+// side by side. Of a row away from the slots each such word would cross PCIe in a request of its own, so the lanes read
+// consecutive words there, and then exchange them.
 __device__ __forceinline__ UnitState state_read(const Place &place, int s, int lane) {
     UnitState state;
 #pragma unroll
@@ -181,7 +182,7 @@ __device__ __forceinline__ UnitState state_read(const Place &place, int s, int l
     return state;
 }
 
-// Writes them, likewise.
+// Writes them in the same way.
 __device__ __forceinline__ void state_write(const Place &place, int s, int lane, const UnitState &state) {
 #pragma unroll
     for (int n = 0; n < TENSORS; n++) {
@@ -354,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
                          drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
-// Has a row that stands at step `last` take the steps until `until`, which it has to take one by one, and stay there.
+// Takes a row from step `last` to step `until`, and stores it. These are steps that a row takes one by one.
 __device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane, const Past &past, i64 last, i64 until) {
     float value[STEPS][VECTOR];
 #pragma unroll
@@ -371,9 +372,9 @@ __device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane,
         }
 }
 
-// Brings the rows of `homes` (int32 (n,)), of float32, that have to take steps one by one to the last of these, so that
-// nobody takes them again: for who reads alone. A row goes on from there with the bits that it would have had. Arguments
-// as those of `rows_read_current`.
+// Brings rows of float32 (`homes`, int32 (n,)) to the last step that they have to take one by one, before they are read:
+// no later read takes these steps again. Later updates give the bits that they would give without this. Arguments as
+// those of `rows_read_current`.
 extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
     row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
@@ -394,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
         const int start = (int)(last - so_far.base), stop = (int)(steps[table] - so_far.base);
         const i64 until = so_far.base + replayed_until(so_far, start, stop);
         if (until <= last) continue;
-        u32 found = 0;  // a row may be of several homes: who sets its clock has it
+        u32 found = 0;  // several homes may name one row: the group of lanes that sets its clock brings it
         if (lane == 0) found = atomicCAS(clock_of(place), stands, (u32)until);
         if (__shfl_sync(group_mask(LANES), found, 0, LANES) != stands) continue;
         Row row = row_read(place, lane);
@@ -403,9 +404,9 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     }
 }
 
-// The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
-// alone, which leaves the rows as they lie; where it `keeps`, but for what `rows_keep_replayed` does, and no two homes are
-// one row's. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`, or DROPPED · `bag`: of each,
+// Writes the weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken to `out` (n, D). The rows
+// themselves stay as they are. With `keeps`, where all homes are of different rows, it does what `rows_keep_replayed`
+// does as well. Rows that are dropped are left out. `own`: int32 (n,), where each lies in `out`, or DROPPED · `bag`: of each,
 // `batch` of them a feature · `tables`: see `table_of`.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,

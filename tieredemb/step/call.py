@@ -150,7 +150,7 @@ class Call(abc.ABC):
         (`trains`), and scales those that are longer than they may be."""
         self.number = next(NUMBERS)
         limits = self.context.options.max_norm is not None
-        if self.context.is_dense and (trains or limits):  # who only reads leaves rows as they are
+        if self.context.is_dense and (trains or limits):  # a lookup without gradient reads them at the current step
             self.catch_up()
         if self.context.options.max_norm is not None:
             self.limit_norms(self.context.options.max_norm)

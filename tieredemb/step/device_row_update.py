@@ -3,6 +3,7 @@ a table as a whole there."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
@@ -12,6 +13,7 @@ import torch
 from tieredemb.kernels.constants import MAX
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.device_lookup import WORK_WORDS
+from tieredemb.lookup.spoilt import Scaling
 from tieredemb.step.device_update import scaling_of
 from tieredemb.step.gradient_rows import TableRows
 from tieredemb.tables.group import DeviceGroup
@@ -31,11 +33,11 @@ class _Begun(NamedTuple):
 
 
 def update_rows(
-    tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], *, reaches_all: bool
+    tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], faults: torch.Tensor | None
 ) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`, `reaches_all` rows of a
-    table or few. Interrupted, it leaves the cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers
-    alone."""
+    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. The device takes no step
+    where `faults`, int64 (3 K,), say that it has refused a batch that the gradients are of. Interrupted, it leaves the
+    cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers alone."""
     device = tables.config.device
     groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
     with (
@@ -44,23 +46,30 @@ def update_rows(
     ):
         scaling, _ = scaling_of([optimizer], tables, [])
         options = [optimizer.options_on(group) for group in groups]
-        no_faults = torch.empty(0, dtype=torch.int64, device=device)
-        begun = []
+        if faults is None:
+            faults = torch.empty(0, dtype=torch.int64, device=device)
         change.has_begun = True
-        for group, its in zip(groups, options, strict=True):
-            taken = torch.ones(WORK_WORDS, dtype=torch.int32, device=device)
-            with group.cache.using():
-                rate, numbers = group.lookup.begin(its, group.device_steps, no_faults, scaling, taken, group.past)
-            begun.append(_Begun(group, its, rate, numbers, taken))
-        for some in rounds:
-            for each in some:
-                if len(each.ids):
-                    step = next(step for step in begun if each.table in step.group.space.tables)
-                    _update(step, each)
+        # gradients are made of rows as they are before the step, also once it counts and has updated others
+        with contextlib.ExitStack() as reading:
+            for group in groups:
+                reading.enter_context(group.reading_before())
+            begun = [_begin(group, its, faults, scaling) for group, its in zip(groups, options, strict=True)]
+            for some in rounds:
+                for each in some:
+                    if len(each.ids):
+                        step = next(step for step in begun if each.table in step.group.space.tables)
+                        _update(step, each)
         for group, given, rate, numbers, _ in begun:
             if group.past is not None:
                 with group.cache.using():
                     group.lookup.end(given, group.device_steps, rate, numbers, group.past)
+
+
+def _begin(group: DeviceGroup, options: torch.Tensor, faults: torch.Tensor, scaling: Scaling) -> _Begun:
+    taken = torch.ones(WORK_WORDS, dtype=torch.int32, device=faults.device)
+    with group.cache.using():
+        rate, numbers = group.lookup.begin(options, group.device_steps, faults, scaling, taken, group.past)
+    return _Begun(group, options, rate, numbers, taken)
 
 
 def _update(step: _Begun, rows: TableRows) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -71,7 +71,7 @@ def update(collected: Collected) -> None:
         overflow = [group.cache.overflow(each) for group, each in zip(groups, tickets, strict=True)]
 
         def launch(grads: Sequence[torch.Tensor]) -> None:
-            faults = _faults(calls)
+            faults = faults_of(calls)
             batches = [Combined([call.parts[g] for call in calls], grads) for g in range(len(groups))]
             todo = [(batch, batch.segments()) for batch in batches]
             with _half_done(group.cache for group in groups):
@@ -116,7 +116,7 @@ def update_together(sets: Sequence[Collected]) -> None:
             overflow = whole.cache.overflow(tickets)
 
             def launch(grads: Sequence[torch.Tensor]) -> None:
-                faults, places = _faults(calls), None
+                faults, places = faults_of(calls), None
                 if joint is not None:
                     places = whole.lookup.addresses(grads) if _may_stay(grads) else None
                     grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
@@ -210,7 +210,8 @@ def _device_calls(collected: Collected) -> list[DeviceCall]:
     return [cast("DeviceCall", call) for call, _ in collected]
 
 
-def _faults(calls: Sequence[DeviceCall]) -> torch.Tensor:
+def faults_of(calls: Sequence[Any]) -> torch.Tensor:
+    """Where the device notes what is wrong with the ids of these `DeviceCall`s: int64 (3 K,), `Fault`s."""
     return calls[0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call in calls])
 
 

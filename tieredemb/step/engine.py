@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
-from tieredemb.step.whole_gradient import WholeUse, spans
+from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -393,15 +393,18 @@ class _Rows:
 
         return read_rows(tables, table, start, stop)
 
+    def chunk_rows(self, table: int) -> int:
+        return chunk_rows(self._here.tables, table)
+
     def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         tables = self._here.tables
-        device, its = tables.config.device, tables.config.tables[table]
-        if device.type == "cpu":
-            return tables.weight(table, start=start, stop=stop)
+        device, chunks = tables.config.device, list(spans(chunk_rows(tables, table), start, stop))
+        if device.type == "cpu" or len(chunks) == 1:
+            return self.read_rows(table, start, stop)
         from tieredemb.step.device_row_update import read_rows
 
         found = tables.empty_weight(table, device, stop - start)
-        for first, last in spans(its.num_embeddings, its.embedding_dim, device, start, stop):
+        for first, last in chunks:
             read_rows(tables, table, first, last, found[first - start : last - start])
         return found
 
@@ -417,11 +420,23 @@ class _Rows:
             engine.step_alone()
 
     @ranged("update")
-    def update_rows(self, rounds: Iterator[list[TableRows]], *, reaches_all: bool) -> None:
-        engine = self._here
-        assert engine.optimizer is not None
-        update = _row_update(engine.tables.config.device.type)
-        update(engine.tables, engine.optimizer, rounds, reaches_all=reaches_all)
+    def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
+        tables, optimizer = self._here.tables, self._here.optimizer
+        assert optimizer is not None
+        if tables.config.device.type == "cpu":
+            from tieredemb.step import host_row_update
+
+            for call in calls:
+                call.release()
+            host_row_update.update_rows(tables, optimizer, rounds, reaches_all=reaches_all)
+            return
+        from tieredemb.step import device_row_update
+        from tieredemb.step.device_update import faults_of
+
+        faults = faults_of(calls) if calls else None
+        for call in calls:
+            call.release()
+        device_row_update.update_rows(tables, optimizer, rounds, faults)
 
 
 # of tables that share caches, whoever looks up in them: what one backward reaches is one update
@@ -468,17 +483,6 @@ def _call_type(device_type: str) -> type[Call]:
     from tieredemb.step.host_call import HostCall
 
     return HostCall
-
-
-def _row_update(device_type: str) -> Callable[..., None]:
-    """What takes a step that is given the gradients of rows."""
-    if device_type == "cuda":
-        from tieredemb.step import device_row_update
-
-        return device_row_update.update_rows
-    from tieredemb.step import host_row_update
-
-    return host_row_update.update_rows
 
 
 def _check_world_size() -> None:

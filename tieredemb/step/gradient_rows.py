@@ -111,8 +111,10 @@ class RowSums(NamedTuple):
             return
         place = self.ids - start
         is_inside = (place >= 0) & (place < len(found))
-        values = torch.where(is_inside[:, None], self.values, -0.0)  # which changes nothing
-        found.index_add_(0, place.clamp_(0, len(found) - 1), values)
+        # the others add nothing, each to a row of its own if it can, as additions to one row wait for each other
+        values = torch.where(is_inside[:, None], self.values, -0.0)
+        others = torch.arange(len(place), device=place.device) % len(found)
+        found.index_add_(0, torch.where(is_inside, place, others), values)
 
 
 def union(those: Sequence[GradientRows]) -> torch.Tensor:
@@ -151,8 +153,8 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
 
 
 def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
-    """The same, for who adds it to the gradients of whole tables. Does not wait for a GPU. Raises as
-    `rows_of_calls`."""
+    """The same, to be added to the gradients of whole tables. Does not wait for a GPU, which may not have said yet what
+    is wrong with ids; the step asks it on the device. Else raises as `rows_of_calls`."""
     device = tables.placed.now.config.device
     if device.type == "cpu" or not collected:
         return [each.sums() for each in rows_of_calls(tables, collected)]

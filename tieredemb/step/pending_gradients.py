@@ -31,7 +31,7 @@ import torch
 from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
-from tieredemb.step.call import Collected
+from tieredemb.step.call import Call, Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
@@ -63,9 +63,10 @@ class Owner(Rows, Protocol):
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
 
-    def update_rows(self, rounds: Iterator[list[TableRows]], *, reaches_all: bool) -> None:
-        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them.
-        `reaches_all`: whether all rows of a table are."""
+    def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
+        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them. Releases
+        the `calls` that they are of: where a GPU has refused one of these, it refuses the step. `reaches_all`: whether
+        all rows of a table are."""
 
 
 class PendingGradients:
@@ -484,9 +485,7 @@ class PendingGradients:
             if rounds is None:
                 calls += taken
                 continue
-            for call, _ in taken:
-                call.release()
-            each.owner.update_rows(rounds, reaches_all=reaches_all)
+            each.owner.update_rows(rounds, [call for call, _ in taken], reaches_all=reaches_all)
         if calls:
             self.owner.update(sorted(calls, key=lambda pair: pair[0].number))
         for each in alone:

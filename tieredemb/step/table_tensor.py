@@ -137,9 +137,7 @@ class TableTensor(torch.Tensor):
         if pending is None or not self.is_whole or not self.wants_gradient:
             return None
         self.check_held()
-        config = self.module.tables.config.tables[self.table]
-        shape = config.num_embeddings, config.embedding_dim
-        return Span(pending.owner, self.table, shape, *self.rows, self.device)
+        return Span(pending.owner, self.table, *self.rows, self.device)
 
     @property
     def is_whole(self) -> bool:

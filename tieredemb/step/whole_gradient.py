@@ -22,13 +22,23 @@ from tieredemb.tables.table_set import TableSet
 if TYPE_CHECKING:
     import weakref
 
-CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
+# of float32 rows: within a CPU's cache; on a GPU few chunks, as the host launches for each, but where rows pass through
+# the host, which makes room for a chunk on either side
+CPU_BYTES, GPU_BYTES, STAGED_BYTES = 1 << 22, 1 << 28, 1 << 26
+MOST_ROWS = 1 << 21  # a chunk takes some 50 bytes a row beside its elements
 
 
-def spans(rows: int, width: int, device: torch.device, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-    """The rows `start` … `stop` − 1 of a table of shape (rows, D), by default all, in chunks: (first, one after the
-    last). Their inner edges are multiples of one number, wherever the first one starts."""
-    stop, size = rows if stop is None else stop, max(1, CHUNK_BYTES[device.type] // (4 * width))
+def chunk_rows(tables: TableSet, table: int) -> int:
+    """How many rows of a table are read, or updated, at a time."""
+    size = CPU_BYTES
+    if tables.config.device.type == "cuda":
+        size = GPU_BYTES if tables.locate(table)[0].cache.cold.device_readable else STAGED_BYTES
+    return max(1, min(size // (4 * tables.config.tables[table].embedding_dim), MOST_ROWS))
+
+
+def spans(size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The rows `start` … `stop` − 1 of a table in chunks of `size` rows: (first, one after the last). Their inner edges
+    are multiples of the size, wherever the first one starts."""
     while start < stop:
         end = min(stop, (start // size + 1) * size)
         yield start, end
@@ -156,10 +166,16 @@ class ReducedTerm:
         self._use.check()
 
 
+def are_largest(rows: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Which elements are as large as the infinite norm, as torch has it: NaNs are. Bool (K, D)."""
+    size = rows.abs()
+    return (size == norm) | size.isnan()
+
+
 class NormTerm:
     """Of the `norm` of an `order`, above 0 or infinite, of all elements of the rows `first` … `stop` − 1, which
-    `read(start, stop)` reads: `grad` is the gradient of the norm, `ties` how many elements are as large as an infinite
-    one; float32 ()."""
+    `read(start, stop)` reads: `grad` is the gradient of the norm, and `ties`, of an infinite order, says how many
+    elements are as large as the norm; float32 ()."""
 
     held_bytes = 0
 
@@ -187,7 +203,7 @@ class NormTerm:
             return rows * self._scale
         signs = rows.sgn()
         if math.isinf(order):
-            return signs * (rows.abs() == self._norm) * self._scale
+            return signs * are_largest(rows, self._norm) * self._scale
         if order == 1:
             return signs * self._scale
         # of an order below 1 the gradient of a zero is zero, in torch too
@@ -207,10 +223,10 @@ def _recording() -> Iterator[None]:
 
 
 class WholeGradient:
-    """That of a table of shape (rows, D) on a `device`."""
+    """That of a table of shape (rows, D) on a `device`, found for `chunk` rows at a time."""
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self._rows, self._width, self._device = rows, width, device
+    def __init__(self, rows: int, width: int, device: torch.device, chunk: int) -> None:
+        self._rows, self._width, self._device, self._chunk = rows, width, device, chunk
         self._terms: list[Term] = []
         # of each term what its gradient was multiplied by since, and whether it was set to zero
         self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -219,7 +235,7 @@ class WholeGradient:
     def of(cls, tables: TableSet, table: int) -> WholeGradient:
         """That of one of `tables`, before anything was added."""
         its = tables.config.tables[table]
-        return cls(its.num_embeddings, its.embedding_dim, tables.config.device)
+        return cls(its.num_embeddings, its.embedding_dim, tables.config.device, chunk_rows(tables, table))
 
     def add(self, term: Term) -> None:
         """Adds what a use has brought. Where the terms hold more than a gradient of all rows beside the largest of them
@@ -244,7 +260,7 @@ class WholeGradient:
 
     def chunks(self, rows: RowSums | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """It chunk by chunk, the gradient `rows` of lookups added: the first row, and float32 (K, D)."""
-        for start, stop in spans(self._rows, self._width, self._device):
+        for start, stop in spans(self._chunk, 0, self._rows):
             found = self._part(start, stop)
             if rows is not None and len(rows.ids):
                 rows.add_to(found, start)

@@ -16,7 +16,16 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.tracing import untraced
 from tieredemb.step.call import BACKWARDS
-from tieredemb.step.whole_gradient import DenseTerm, NormTerm, ProductTerm, ReducedTerm, Term, WholeUse, spans
+from tieredemb.step.whole_gradient import (
+    DenseTerm,
+    NormTerm,
+    ProductTerm,
+    ReducedTerm,
+    Term,
+    WholeUse,
+    are_largest,
+    spans,
+)
 
 
 class Rows(Protocol):
@@ -24,6 +33,9 @@ class Rows(Protocol):
 
     def use(self, table: int) -> WholeUse:
         """A use of a table as a whole, that begins now."""
+
+    def chunk_rows(self, table: int) -> int:
+        """How many rows of a table are read at a time."""
 
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers."""
@@ -34,19 +46,17 @@ class Rows(Protocol):
 
 
 class Span:
-    """The rows `start` … `stop` − 1 of table number `table`, of that `shape`, which `rows` have. Raises
-    `UnsupportedError` in a captured step."""
+    """The rows `start` … `stop` − 1 of table number `table`, which `rows` have. Raises `UnsupportedError` in a captured
+    step."""
 
-    def __init__(
-        self, rows: Rows, table: int, shape: tuple[int, int], start: int, stop: int, device: torch.device
-    ) -> None:
+    def __init__(self, rows: Rows, table: int, start: int, stop: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a loss that uses a table as a whole reads it chunk by chunk, which a captured step cannot do; run the "
                 "step eagerly"
             )
         self.rows, self.table, self.start, self.stop = rows, table, start, stop
-        self.chunks: list[tuple[int, int]] = list(spans(*shape, device, start, stop))
+        self.chunks: list[tuple[int, int]] = list(spans(rows.chunk_rows(table), start, stop))
         self._kept: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -191,7 +201,7 @@ class _Norm(torch.autograd.Function):
 
         chunks = torch.stack([of_chunk(span.read(start, stop)) for start, stop in span.chunks])
         ctx.order, ctx.norm = order, of_chunk(chunks)
-        found: torch.Tensor = ctx.norm.clone()  # nobody else's, as the gradient is made of the norm
+        found: torch.Tensor = ctx.norm.clone()  # the gradient is made of the norm, and users may change what they get
         return found
 
     @staticmethod
@@ -203,7 +213,7 @@ class _Norm(torch.autograd.Function):
         if math.isinf(ctx.order):
             ties = torch.zeros_like(norm)
             for start, stop in span.chunks:
-                ties += (span.read(start, stop).abs() == norm).sum()
+                ties += are_largest(span.read(start, stop), norm).sum()
         _collect(ctx, lambda: NormTerm(ctx.call, (span.start, span.stop), span.read, ctx.order, norm, ties, grad))
         return None, None, None
 
@@ -299,7 +309,8 @@ def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dic
     """What a function of torch makes of `of`, its first argument, the elements of a table or `Elements`, where that
     takes no more than a chunk at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
     name, span = getattr(func, "__name__", ""), of.span
-    kwargs = {key: value for key, value in kwargs.items() if key != "out" or value is not None}  # torch.norm names it
+    if kwargs.get("out", span) is None:  # as torch.norm passes it
+        kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     if span is None or not span.chunks or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
         return NotImplemented
     name = name.strip("_")

@@ -439,6 +439,7 @@ class DeviceGroup(Group):
     """A group on a GPU: what it knows of its tables, its kernels and the steps taken live there."""
 
     cache: DeviceCache
+    _steps_before: torch.Tensor | None = None  # see `reading_before`
 
     def __init__(
         self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, rows: RowOpener | ColdRows
@@ -544,13 +545,21 @@ class DeviceGroup(Group):
             self.device_history.check()
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
-        if history.replayed_until == history.base or not self.cache.cold.layout.format.is_float32:
+        until = history.replayed_until
+        if until == history.base or not self.cache.cold.layout.format.is_float32:
             return
         position = int(np.searchsorted(self.space.start, start, "right")) - 1
         first = int(self.space.start[position])
-        full = contextlib.suppress(StorageFullError)  # such rows stay as they are
-        with full, self.range(position, start - first, stop - first) as found:
-            found.keep_replayed()
+        found = self.range(position, start - first, stop - first)
+        if self.first_slots[position] < 0 and not self.cache.cold.device_readable:
+            none = np.empty((stop - start, 0), self.cache.cold.layout.carrier)
+            behind = np.flatnonzero(np.maximum(self.cache.copy_weights(start, stop, none), history.base) < until)
+            if len(behind) == 0:
+                return
+            found = self.rows(position, torch.from_numpy(behind + start - first).to(self.config.device))
+        # rows that the storage has no space for stay as they are
+        with contextlib.suppress(StorageFullError), found as rows:
+            rows.keep_replayed()
 
     @contextlib.contextmanager
     def rows(self, position: int, ids: torch.Tensor) -> Iterator[DeviceRows]:
@@ -579,7 +588,7 @@ class DeviceGroup(Group):
         with on_device(self.config.device):
             first, device = self.first_slots[position], self.config.device
             if first >= 0:
-                with self.cache.entered():
+                with self.cache.entered(changes=False):
                     homes = torch.arange(first + start, first + stop, dtype=torch.int32, device=device)
                     yield self._found(position, homes, NO_OVERFLOW)
             elif self.cache.cold.device_readable:
@@ -594,9 +603,18 @@ class DeviceGroup(Group):
 
         feature, count = int(np.flatnonzero(self.space.table == position)[0]), len(homes)
         bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=homes.device)
-        return DeviceRows(
-            self.lookup, feature, bag, homes, self.cache.hot, overflow, self.past, self.device_steps, self.tables
-        )
+        steps = self.device_steps if self._steps_before is None else self._steps_before
+        return DeviceRows(self.lookup, feature, bag, homes, self.cache.hot, overflow, self.past, steps, self.tables)
+
+    @contextlib.contextmanager
+    def reading_before(self) -> Iterator[None]:
+        """Rows that are read inside are as they are at the steps that were taken before: a step begins inside, and of
+        rows that it has yet to update nothing is known of it."""
+        self._steps_before = self.device_steps.clone()
+        try:
+            yield
+        finally:
+            self._steps_before = None
 
     def note_step(self) -> None:
         """A step is about to be launched, of a dense optimizer; see `DeviceHistory.note_step`."""

@@ -399,15 +399,16 @@ class DeviceCache(Cache):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def entered(self, *, checked: bool = False) -> Iterator[None]:
+    def entered(self, *, checked: bool = False, changes: bool = True) -> Iterator[None]:
         """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued.
-        `checked`: for a part of a call that was checked as a whole, such as a change that is under way."""
+        `checked`: for a part of a call that was checked as a whole, such as a change that is under way · `changes`:
+        whether rows may have other weights afterwards, of which the caller else keeps count (`rows_version`)."""
         with self.whole(), on_device(self.device):
             if not checked:
                 self._begin_call()
             self._order.whole()
             self._transfer.drain()
-            self.rows_version += 1
+            self.rows_version += changes
             try:
                 yield
             finally:
@@ -432,9 +433,9 @@ class DeviceCache(Cache):
     @contextlib.contextmanager
     def in_place(self, first: int, rows: int) -> Iterator[tuple[torch.Tensor, OverflowRows]]:
         """Holds the cache for a call that reads or updates the rows of consecutive keys, those from `first` on, where
-        they are: none gets a slot, and none leaves one. Homes, int32 (`rows`,), and where those are that are in no
-        slot. For cold rows that kernels reach. Does not synchronise."""
-        with self.entered():
+        they are; no row moves. Yields their homes, int32 (`rows`,), and where rows without a slot are. Only for cold
+        rows that kernels reach. Does not synchronise."""
+        with self.entered(changes=False):
             self._moves.make_ready()
             self.cold.begin_changes()
             yield self._transfer.find_range(first, rows)

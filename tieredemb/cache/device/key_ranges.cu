@@ -2,9 +2,9 @@
 #include "common.cuh"
 #include "slot_map.cuh"
 
-// The homes of the keys from `first` on: a slot, or −2 − i under records[i], which is made for the i-th here. Where
-// `untouched` is given, it says of each whether it was never written, and `some` counts those, from zero. `stride`:
-// words of a cold state, which ends with the score.
+// Finds the homes of the n keys from `first` on. Row i is in a slot, or has home −2 − i, and records[i] names its key.
+// Where `untouched` is given, it says of each row whether it was never written, and `some`, which comes as zero, counts
+// those. `stride`: words of a cold state, which ends with the score.
 extern "C" __global__ void range_find(const Cell *cells, i64 n_cells, i64 first, i64 n, int *homes, Record *records,
                                       const word_t *cold_state, i64 stride, unsigned char *untouched, int *some) {
     wait_for_prior_kernel();

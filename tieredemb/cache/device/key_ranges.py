@@ -11,6 +11,7 @@ from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 
 FILE = "cache/device/key_ranges.cu"
 THREADS, MOST_BLOCKS = 256, 1024
+MOST_RANGES = 4096  # that are known to have been written; of others it is found out again
 
 
 class KeyRanges:
@@ -23,7 +24,7 @@ class KeyRanges:
         self._written: set[tuple[int, int]] = set()  # ranges whose rows were all written
 
     def restart(self) -> None:
-        """Cold rows may be others, which were never written."""
+        """The cold rows were replaced, and the new ones may never have been written."""
         self._written = set()
 
     def find(self, first: int, rows: int) -> tuple[torch.Tensor, OverflowRows]:
@@ -45,7 +46,9 @@ class KeyRanges:
             count = torch.full((1,), rows, dtype=torch.int32, device=device)
             keys = torch.arange(first, first + rows, device=device)
             self._moves.generate(count, rows, keys, homes, untouched, overflow, some=some.data_ptr())
-            # interrupted before this, they are generated again
+            # after an interrupt before this line the same rows are generated again
             kernel(FILE, "range_begin", *OPTIONS)(blocks, THREADS, first, rows, untouched, self._state, stride)
+            if len(self._written) == MOST_RANGES:
+                self._written.clear()
             self._written.add((first, first + rows))
         return homes, overflow
