@@ -182,6 +182,14 @@ class Cache(abc.ABC):
         last[untouched] = 0
         return last
 
+    def last_words(self, start: int, stop: int) -> Array:
+        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never written.
+        The caller holds the locks."""
+        words = np.empty(stop - start, STATE_DTYPE)
+        none = np.empty((len(words), 0), self.cold.layout.carrier), np.empty((len(words), 0), STATE_DTYPE)
+        words[self._copy_range(start, stop, *none, words) == 0] = 0
+        return words
+
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
         they live. What is None stays, scores too; rows in flight stay in their slots. Part of a change (`ChangeBook`),

@@ -552,8 +552,9 @@ class DeviceGroup(Group):
         first = int(self.space.start[position])
         found = self.range(position, start - first, stop - first)
         if self.first_slots[position] < 0 and not self.cache.cold.device_readable:
-            none = np.empty((stop - start, 0), self.cache.cold.layout.carrier)
-            behind = np.flatnonzero(np.maximum(self.cache.copy_weights(start, stop, none), history.base) < until)
+            with self.cache.entered(changes=False):
+                stands = np.maximum(self.cache.last_words(start, stop), history.base)
+            behind = np.flatnonzero(stands < until)
             if len(behind) == 0:
                 return
             found = self.rows(position, torch.from_numpy(behind + start - first).to(self.config.device))

@@ -344,14 +344,6 @@ class HostCache(Cache):
         parallel_for(rows_copy, even_bounds(len(slots), COPY_GRAIN), slots, *hot_rows, *copies)
         return scores
 
-    def _last_words(self, start: int, stop: int) -> Array:
-        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never
-        written."""
-        words = np.empty(stop - start, np.uint32)
-        none = np.empty((len(words), 0), self.cold.layout.carrier), np.empty((len(words), 0), np.uint32)
-        self._copy_range(start, stop, *none, words)
-        return words
-
     def _cold_words(self, start: int, stop: int) -> Array:
         """The last word of the state of each row start … stop − 1 as it lies in cold storage, uint32 (K,)."""
         if self.cold.in_memory:
@@ -373,7 +365,7 @@ class HostCache(Cache):
         they are."""
         with self.whole():
             self._begin_call()
-            keys = np.flatnonzero(concerns(self._last_words(start, stop))) + start
+            keys = np.flatnonzero(concerns(self.last_words(start, stop))) + start
             if len(keys):
                 with contextlib.suppress(StorageFullError):
                     self.change_rows(keys, lambda rows, places, _: change(rows, places))
