@@ -22,6 +22,7 @@ import tieredemb as te
 from tieredemb.cache.changes import ChangeBook, Doubts
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
+from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed
 from tieredemb.cache.policy import scoring
@@ -495,11 +496,12 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     moves.generate_range(first_key, first_slot, rows)
     assert launched[8:] == ["rows_swap", "rows_generate", "rows_write_back", "rows_write_back", "rows_generate_range"]
     launched.clear()
+    ranges = KeyRanges(cold, hot, moves)
     for _ in range(2):  # what was never written is looked for once
-        homes, overflow = transfer.find_range(10, 25)
+        homes, overflow = ranges.find(10, 25)
         assert (homes.shape, homes.dtype, overflow.slotless, overflow.by_key) == ((25,), torch.int32, True, True)
-    transfer.restart()
-    transfer.find_range(10, 25)
+    ranges.restart()
+    ranges.find(10, 25)
     first = ["range_find", "rows_generate", "range_begin"]
     assert launched == [*first, "range_find", *first]
 

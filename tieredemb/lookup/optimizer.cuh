@@ -272,6 +272,15 @@ __device__ __forceinline__ float element_catch_up(float w, State &state, const M
     return missed.later != 1.0f ? Recipe::decayed(w, missed.later) : w;
 }
 
+// The weights of a row's units that a lane has, as floats.
+__device__ __forceinline__ void row_floats(const Row &row, int lane, float (*value)[VECTOR]) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+}
+
 // Has a row, whose weights are `value`, take steps that it missed; all lanes of the row.
 __device__ __forceinline__ void row_take(const Place &place, float (*value)[VECTOR], int lane, const Past &past,
                                          const MissedSteps &missed) {
@@ -300,11 +309,7 @@ __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane
     if (lane == 0) *clock_of(place) = (u32)noted;
     if (last >= now) return false;
     float value[STEPS][VECTOR];
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int k = 0; k < VECTOR; k++)
-            if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+    row_floats(row, lane, value);
     const i64 until = past.base + replayed_until(past, (int)(last - past.base), (int)(now - past.base));
     if (until > last) {
         row_take(place, value, lane, past, missed_by(place, lane, past, last, until));
@@ -358,11 +363,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
 // Takes a row from step `last` to step `until`, and stores it. These are steps that a row takes one by one.
 __device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane, const Past &past, i64 last, i64 until) {
     float value[STEPS][VECTOR];
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-        for (int k = 0; k < VECTOR; k++)
-            if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+    row_floats(row, lane, value);
     row_take(place, value, lane, past, missed_by(place, lane, past, last, until));
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
@@ -404,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     }
 }
 
-// Writes the weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken to `out` (n, D). The rows
-// themselves stay as they are. With `keeps`, where all homes are of different rows, it does what `rows_keep_replayed`
-// does as well. Rows that are dropped are left out. `own`: int32 (n,), where each lies in `out`, or DROPPED · `bag`: of each,
-// `batch` of them a feature · `tables`: see `table_of`.
+// Writes the weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken to `out` (n, D). The
+// rows themselves stay as they are. With `keeps`, where all homes are of different rows, it also does what
+// `rows_keep_replayed` does. Dropped rows are not written. `own`: int32 (n,), where each row lies in `out`, or DROPPED ·
+// `bag`: the bag of each home, `batch` of them a feature · `tables`: see `table_of`.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
     row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,

@@ -551,7 +551,7 @@ class DeviceGroup(Group):
         position = int(np.searchsorted(self.space.start, start, "right")) - 1
         first = int(self.space.start[position])
         found = self.range(position, start - first, stop - first)
-        if self.first_slots[position] < 0 and not self.cache.cold.device_readable:
+        if self.first_slots[position] < 0 and self.cache.ranges is None:
             with self.cache.entered(changes=False):
                 stands = np.maximum(self.cache.last_words(start, stop), history.base)
             behind = np.flatnonzero(stands < until)
@@ -592,8 +592,9 @@ class DeviceGroup(Group):
                 with self.cache.entered(changes=False):
                     homes = torch.arange(first + start, first + stop, dtype=torch.int32, device=device)
                     yield self._found(position, homes, NO_OVERFLOW)
-            elif self.cache.cold.device_readable:
-                with self.cache.in_place(int(self.space.start[position]) + start, stop - start) as (homes, overflow):
+            elif (ranges := self.cache.ranges) is not None:
+                key = int(self.space.start[position]) + start
+                with self.cache.in_place(ranges, key, stop - start) as (homes, overflow):
                     yield self._found(position, homes, overflow)
             else:
                 with self.rows(position, torch.arange(start, stop, device=device)) as found:

@@ -21,6 +21,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
+from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
@@ -100,6 +101,8 @@ class DeviceCache(Cache):
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
             self._transfer = self._make_transfer()
+            # None where the host alone reaches cold rows
+            self.ranges = KeyRanges(cold, self.hot, self._moves) if cold.device_readable else None
             self._planner = Planner(
                 self.hot, self._plan, self._transfer, self._ledger, self._book, self._order, self._side, self.lock
             )
@@ -402,7 +405,7 @@ class DeviceCache(Cache):
     def entered(self, *, checked: bool = False, changes: bool = True) -> Iterator[None]:
         """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued.
         `checked`: for a part of a call that was checked as a whole, such as a change that is under way · `changes`:
-        whether rows may have other weights afterwards, of which the caller else keeps count (`rows_version`)."""
+        whether to count that rows may have other weights afterwards (`rows_version`)."""
         with self.whole(), on_device(self.device):
             if not checked:
                 self._begin_call()
@@ -431,14 +434,14 @@ class DeviceCache(Cache):
             yield
 
     @contextlib.contextmanager
-    def in_place(self, first: int, rows: int) -> Iterator[tuple[torch.Tensor, OverflowRows]]:
+    def in_place(self, ranges: KeyRanges, first: int, rows: int) -> Iterator[tuple[torch.Tensor, OverflowRows]]:
         """Holds the cache for a call that reads or updates the rows of consecutive keys, those from `first` on, where
-        they are; no row moves. Yields their homes, int32 (`rows`,), and where rows without a slot are. Only for cold
-        rows that kernels reach. Does not synchronise."""
+        they are; no row moves. Yields their homes, int32 (`rows`,), and where rows without a slot are. `ranges`: its
+        own. Does not synchronise."""
         with self.entered(changes=False):
             self._moves.make_ready()
             self.cold.begin_changes()
-            yield self._transfer.find_range(first, rows)
+            yield ranges.find(first, rows)
 
     def hold(self) -> tuple[Hold, torch.cuda.Event]:
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
@@ -561,6 +564,8 @@ class DeviceCache(Cache):
         self._ledger.restart(self.cold.metadata.batch)
         self._plan.restart(self._ledger.last)
         self._transfer.restart()
+        if self.ranges is not None:
+            self.ranges.restart()
         for first_key, first_slot, rows in self.hot.resident:
             if fresh:
                 self._moves.generate_range(first_key, first_slot, rows)

@@ -10,7 +10,6 @@ import torch
 
 from tieredemb.cache.changes import ChangeBook
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.moves import MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
@@ -44,7 +43,6 @@ class InPlace(Transfer):
         self._side = side
         self._changes = changes
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
-        self._ranges = KeyRanges(hot, moves, self._weight, self._state)
 
     def overflow(self, slotless: bool) -> OverflowRows:
         records = self._plan.records.table
@@ -103,12 +101,6 @@ class InPlace(Transfer):
             plan.missed.follow()
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
-
-    def find_range(self, first: int, rows: int) -> tuple[torch.Tensor, OverflowRows]:
-        return self._ranges.find(first, rows)
-
-    def restart(self) -> None:
-        self._ranges.restart()
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys):

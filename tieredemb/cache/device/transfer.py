@@ -138,10 +138,6 @@ class Transfer(abc.ABC):
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
-    def find_range(self, first: int, rows: int) -> tuple[torch.Tensor, OverflowRows]:
-        """See `DeviceCache.in_place`."""
-        raise NotImplementedError("rows that the host alone reaches are used by plans")
-
     def drain(self) -> None:  # noqa: B027 - rows moved in place are moved
         """Before cold storage is used otherwise: waits for rows that are being written there."""
 
