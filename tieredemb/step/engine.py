@@ -423,20 +423,21 @@ class _Rows:
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
         tables, optimizer = self._here.tables, self._here.optimizer
         assert optimizer is not None
-        if tables.config.device.type == "cpu":
-            from tieredemb.step import host_row_update
+        on_cpu, faults = tables.config.device.type == "cpu", None
+        if calls and not on_cpu:
+            from tieredemb.step.device_update import faults_of
 
-            for call in calls:
-                call.release()
-            host_row_update.update_rows(tables, optimizer, rounds, reaches_all=reaches_all)
-            return
-        from tieredemb.step import device_row_update
-        from tieredemb.step.device_update import faults_of
-
-        faults = faults_of(calls) if calls else None
+            faults = faults_of(calls)
         for call in calls:
             call.release()
-        device_row_update.update_rows(tables, optimizer, rounds, faults)
+        if on_cpu:
+            from tieredemb.step import host_row_update
+
+            host_row_update.update_rows(tables, optimizer, rounds, reaches_all=reaches_all)
+        else:
+            from tieredemb.step import device_row_update
+
+            device_row_update.update_rows(tables, optimizer, rounds, faults)
 
 
 # of tables that share caches, whoever looks up in them: what one backward reaches is one update

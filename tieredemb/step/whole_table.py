@@ -309,7 +309,7 @@ def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dic
     """What a function of torch makes of `of`, its first argument, the elements of a table or `Elements`, where that
     takes no more than a chunk at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
     name, span = getattr(func, "__name__", ""), of.span
-    if kwargs.get("out", span) is None:  # as torch.norm passes it
+    if "out" in kwargs and kwargs["out"] is None:  # as torch.norm passes it
         kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     if span is None or not span.chunks or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
         return NotImplemented

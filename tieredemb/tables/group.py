@@ -246,6 +246,12 @@ class Group(abc.ABC):
         """Before rows of a dense optimizer are read: those that would be made to take steps one by one stay at the last
         of these, so that nobody takes them again."""
 
+    def kept_until(self, history: History) -> int | None:
+        """The step that rows stay at when they are read; None where they stay as they are: rows that are not float32
+        are rounded each time that they are brought forward."""
+        until = history.replayed_until
+        return until if until > history.base and self.cache.cold.layout.format.is_float32 else None
+
     def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """The same for who is amid a call of the cache, and holds its locks."""
         self._export(self.cache.copy_rows, start, stop, weight, state)
@@ -408,12 +414,6 @@ class HostGroup(Group):
             start, stop, lambda rows, places: self.bring_to(until, rows, places, history), is_behind
         )
 
-    def kept_until(self, history: History) -> int | None:
-        """The step that rows stay at when they are read; None where they stay as they are: rows that are not float32
-        are rounded each time that they are brought forward."""
-        until = history.replayed_until
-        return until if until > history.base and self.cache.cold.layout.format.is_float32 else None
-
     def bring_to(self, until: int, rows: HotArrays, places: Array, history: History) -> None:
         """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it."""
         from tieredemb.lookup.optimizer_cpu import catch_up
@@ -545,13 +545,14 @@ class DeviceGroup(Group):
             self.device_history.check()
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
-        until = history.replayed_until
-        if until == history.base or not self.cache.cold.layout.format.is_float32:
+        until = self.kept_until(history)
+        if until is None:
             return
         position = int(np.searchsorted(self.space.start, start, "right")) - 1
         first = int(self.space.start[position])
-        found = self.range(position, start - first, stop - first)
-        if self.first_slots[position] < 0 and self.cache.ranges is None:
+        if self.first_slots[position] >= 0 or self.cache.ranges is not None:
+            found = self.range(position, start - first, stop - first)
+        else:  # to plan rows moves them, so only those that need it are planned
             with self.cache.entered(changes=False):
                 stands = np.maximum(self.cache.last_words(start, stop), history.base)
             behind = np.flatnonzero(stands < until)
