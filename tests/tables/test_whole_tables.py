@@ -498,6 +498,23 @@ def test_losses_over_several_chunks_train_as_in_torch(device, kind, capacity):
     torch.testing.assert_close(ours, theirs.to(ours.device), rtol=1e-4, atol=1e-5)
 
 
+def test_a_table_behind_a_thousand_features_trains_as_in_torch(device):
+    """Kernels number the bags of all features in int32, and a row of a chunk is a bag of its own."""
+    rows = 2_100_000 if device == "cuda" else 10_000
+    configs = [
+        te.TableConfig(name="many", num_embeddings=4, embedding_dim=1, feature_names=[f"f{i}" for i in range(1030)]),
+        te.TableConfig(name="large", num_embeddings=rows, embedding_dim=1),
+    ]
+    bags = te.TieredEmbeddingBagCollection(configs, optimizer=OPTIM.SGD, device=device)
+    optimizer = OPTIM.SGD(bags.parameters(), lr=0.25)
+    bags.follow(optimizer)
+    weight = dict(bags.named_parameters())["tables.large.weight"]
+    before = weight.detach().clone()
+    weight.square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before / 2)
+
+
 def test_elements_that_tie_in_several_chunks_share_the_gradient():
     bag = te.TieredEmbedding(LARGE, WIDTH, optimizer=OPTIM.SGD, capacity=7)
     with torch.no_grad():

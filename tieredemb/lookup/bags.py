@@ -22,6 +22,8 @@ from tieredemb.kernels.constants import MAX, MEAN
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
+MAX_BAGS = 2**31 - 1  # of all features of a batch: kernels number them in int32
+
 
 @dataclass(frozen=True)
 class Places:

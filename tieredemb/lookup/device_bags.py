@@ -24,7 +24,6 @@ from tieredemb.lookup.spoilt import why_refused
 FILE = "lookup/bags.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
-MAX_BAGS = 2**31 - 1
 
 
 @functools.cache

@@ -26,9 +26,8 @@ from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import on_device
-from tieredemb.lookup.bags import feature_name
+from tieredemb.lookup.bags import MAX_BAGS, feature_name
 from tieredemb.lookup.device_bags import (
-    MAX_BAGS,
     DeviceBags,
     DeviceKeySpace,
     Edges,

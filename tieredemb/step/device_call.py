@@ -13,8 +13,8 @@ from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.kernels.tracing import ranged
-from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_below, number_one_by_one, tell_fault
+from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
+from tieredemb.lookup.device_bags import Edges, find_device_bags, number_below, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, Call, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory

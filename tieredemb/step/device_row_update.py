@@ -16,6 +16,7 @@ from tieredemb.lookup.device_lookup import WORK_WORDS
 from tieredemb.lookup.spoilt import Scaling
 from tieredemb.step.device_update import scaling_of
 from tieredemb.step.gradient_rows import TableRows
+from tieredemb.step.whole_gradient import chunk_rows
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -56,9 +57,9 @@ def update_rows(
             begun = [_begin(group, its, faults, scaling) for group, its in zip(groups, options, strict=True)]
             for some in rounds:
                 for each in some:
-                    if len(each.ids):
-                        step = next(step for step in begun if each.table in step.group.space.tables)
-                        _update(step, each)
+                    step = next(step for step in begun if each.table in step.group.space.tables)
+                    for chunk in each.split(chunk_rows(tables, each.table)):
+                        _update(step, chunk)
         for group, given, rate, numbers, _ in begun:
             if group.past is not None:
                 with group.cache.using():

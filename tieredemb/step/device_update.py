@@ -11,7 +11,7 @@ import torch
 from tieredemb.cache.changes import HalfWritten
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
-from tieredemb.lookup.device_bags import MAX_BAGS
+from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, Collected

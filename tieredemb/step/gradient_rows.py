@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -94,6 +94,12 @@ class TableRows(NamedTuple):
     ids: torch.Tensor
     values: torch.Tensor
     start: int | None = None
+
+    def split(self, size: int) -> Iterator[TableRows]:
+        """The same rows, at most `size` at a time."""
+        for first in range(0, len(self.ids), size):
+            some, start = slice(first, first + size), None if self.start is None else self.start + first
+            yield TableRows(self.table, self.ids[some], self.values[some], start)
 
 
 class RowSums(NamedTuple):

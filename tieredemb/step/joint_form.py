@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.lookup.bags import EqualBags
-from tieredemb.lookup.device_bags import MAX_BAGS
+from tieredemb.lookup.bags import MAX_BAGS, EqualBags
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tieredemb.errors import BackwardError
+from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.step.call import CallContext, Collected
 from tieredemb.step.gradient_rows import GradientRows, RowSums, rows_of_calls
 from tieredemb.tables.table_set import TableSet
@@ -33,7 +34,8 @@ def chunk_rows(tables: TableSet, table: int) -> int:
     size = CPU_BYTES
     if tables.config.device.type == "cuda":
         size = GPU_BYTES if tables.locate(table)[0].cache.cold.device_readable else STAGED_BYTES
-    return max(1, min(size // (4 * tables.config.tables[table].embedding_dim), MOST_ROWS))
+    most = min(MOST_ROWS, MAX_BAGS // tables.n_features)  # on a GPU each row is a bag of some feature
+    return max(1, min(size // (4 * tables.config.tables[table].embedding_dim), most))
 
 
 def spans(size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
