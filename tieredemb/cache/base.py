@@ -67,10 +67,11 @@ class Cache(abc.ABC):
         self.plan_lock = self.lock  # what plans alone know: keys, scores, room; taken before `lock`
         self._initial = initial
         self._lock_window = lock_window
-        self._scoring = scoring(self.policy)
+        self.scoring = scoring(self.policy)
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
+        self.is_in_graph = False  # whether a CUDA graph that is not ours has its addresses, for good
         self.rows_version = 0  # counts what may change rows where they are
         self.doubts = Doubts()
         self.plan_changes = ChangeBook(self.doubts)  # guarded by `plan_lock`
@@ -93,6 +94,21 @@ class Cache(abc.ABC):
     def write_back(self) -> None:
         """Writes every dirty row, every score and the metadata to cold storage, which holds the truth then. Durable it
         is not before cold storage is flushed. Works where rows are in doubt, too."""
+
+    @abc.abstractmethod
+    def hottest(self) -> Any:
+        """Keys of the rows in slots, int64 (K,) on the cache's device, those first whose score is highest, without rows
+        of resident tables."""
+
+    @property
+    @abc.abstractmethod
+    def plans(self) -> int:
+        """The number of the last plan, as far as the host knows. Does not synchronise."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no batch is in flight, as far as the host knows."""
+        return not self._book.live
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -277,12 +293,12 @@ class Cache(abc.ABC):
     def _adopt_scores(self) -> None:
         """Scores left by another policy mean nothing here: such rows start from the lowest score."""
         metadata = self.cold.metadata
-        if metadata.policy not in ("", self._scoring.name):
+        if metadata.policy not in ("", self.scoring.name):
             self.cold.begin_changes()
             for start, stop in self.cold.used_ranges():
                 scores = self.cold.state[start:stop, -1]
                 scores[np.flatnonzero(scores > MIN_SCORE)] = MIN_SCORE  # pages of untouched rows stay unwritten
-        metadata.policy = self._scoring.name
+        metadata.policy = self.scoring.name
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         """Settles what was interrupted. Raises as every call does, but for doubts that loading `parts` (None: all) is

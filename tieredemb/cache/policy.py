@@ -14,9 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tieredemb import config
 from tieredemb.kernels.constants import AGED, CLOCK, COUNT, MAX_SCORE, MIN_SCORE
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,26 @@ class Scoring:
     def now(self, time: int) -> int:
         """A time (1, 2, …: the batches that have aged scores) as a score."""
         return min(MAX_SCORE, MIN_SCORE + int(time * self.units_per_batch))
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether scores tell how often rows were used, those out of the cache too."""
+        return self.kind != CLOCK and self.remember
+
+    def uses(self, score: Array, time: int) -> Array:
+        """How many uses each score (uint32 (K,), none zero) is worth at a time, float64 (K,); those of before are worth
+        less where scores age."""
+        if self.kind == COUNT:
+            return score.astype(np.float64) - MIN_SCORE
+        distance: Array = (score.astype(np.float64) - MIN_SCORE - time * self.units_per_batch) / self.unit
+        return np.exp2(distance)
+
+    def most_uses(self, time: int) -> float:
+        """Those of a row that every batch has used up to a time."""
+        if self.kind == COUNT:
+            return float(time)
+        ratio = 2.0 ** (-self.units_per_batch / self.unit)
+        return float((1.0 - ratio**time) / (1.0 - ratio))
 
 
 def scoring(policy: config.Policy) -> Scoring:

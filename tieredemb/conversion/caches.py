@@ -24,6 +24,7 @@ from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
 from tieredemb.modules.one_table import OneTable
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, as_device, table_set_config
+from tieredemb.tables.division import share_capacity
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.pool import Member, Pool
 from tieredemb.tables.shares import Sharer, shares
@@ -95,6 +96,7 @@ def make_twins(
                     way = assigned[each.name]
                     tables = Member(shared, number, way.config) if isinstance(shared, Pool) else shared
                     twins[each.name] = _twin(each, tables, way)
+            share_capacity(opened)
     except BaseException:
         for shared in opened:
             shared.undo_opening()

@@ -20,7 +20,7 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
-from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.pipeline.lookups import Learned, LookupSpec, divisions_of, learn
 from tieredemb.pipeline.trained_as import TrainedAs
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
@@ -56,6 +56,7 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [LookupSpec(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
+        self.divisions = divisions_of(self.modules)
         self.gains_ahead = self._gains_ahead(forwards)
         self._locks = Locks(self.caches)
         self._function = function

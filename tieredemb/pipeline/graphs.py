@@ -51,6 +51,12 @@ class GraphStep(Generic[R]):
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
         does, its tensors detached."""
         step = self._step
+        if step is not None and self._agreement is None:
+            for division in step.divisions:
+                if division.is_due:
+                    if self._ahead is not None:
+                        self._ahead.give_up()
+                    division.divide()
         if step is not None and not step.is_current():
             self._forget()
             step = None

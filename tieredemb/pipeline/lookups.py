@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tieredemb.pipeline.batches import Path, resolve, tensors_of
 from tieredemb.pipeline.views import View, find_view
 from tieredemb.step.batch import Given
 from tieredemb.step.planned_forwards import identity
+from tieredemb.tables.division import Division
 
 
 class LookupSpec(NamedTuple):
@@ -159,3 +160,9 @@ def ages_of(lookups: Sequence[LookupSpec]) -> list[bool]:
         ages.append(time is None or id(time) not in begun)
         begun.add(id(time))
     return ages
+
+
+def divisions_of(modules: Iterable[LookupModule]) -> list[Division]:
+    """Of the capacities that caches of these modules share, each once."""
+    found = dict.fromkeys(module.tables.division for module in modules)
+    return [division for division in found if division is not None]

@@ -22,7 +22,7 @@ from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit
-from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
+from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.pace import Pace, SharedPace
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.step.planned_forwards import PlannedForwards
@@ -153,6 +153,7 @@ class Run(Generic[B]):
         self.told = told
         self._prefetch = prefetch
         self._executors = executors
+        self._divisions = divisions_of(prefetch.modules.values())
         self._lookups = told
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
         self.asked_ahead = 0  # batches that such a step wants to know
@@ -273,6 +274,8 @@ class Run(Generic[B]):
             return
         if self._planners or not (self._prefetch.pace is None or self._prefetch.pace.ahead):
             return
+        if any(division.is_due for division in self._divisions):
+            return  # a forward that nothing was planned for divides the capacity, once those before it are over
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
         except Exception as error:

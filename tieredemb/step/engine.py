@@ -27,6 +27,7 @@ from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
 from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
+from tieredemb.tables.division import share_capacity
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -78,6 +79,8 @@ class Engine:
         self.ids_may_exceed_bags: set[int] = set()
         self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
         self._accumulates: weakref.ref[_Accumulated] | None = None
+        if self._over_ranks is None and len(self.tables.groups) > 1:
+            share_capacity([self.tables])
         self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
@@ -206,6 +209,9 @@ class Engine:
                 call = self.planned.take(self.tables, batch.given)
             if call is None:
                 ages = not recomputed and (time is None or time.begins(self.tables))
+                division = self.tables.division
+                if division is not None and ages and division.is_due:
+                    division.divide()
                 call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
         assert call is not None
         if time is not None and not recomputed:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tieredemb.cache.host.cache import HostCache
     from tieredemb.tables.device_rows import DeviceRows
 
+FETCHED_ROWS = 1 << 18  # planned as one when a cache is filled
+
 
 class Group(abc.ABC):
     """The tables of one width: their key space and cache. `is_dense`: whether their optimizer moves every row in every
@@ -183,10 +185,16 @@ class Group(abc.ABC):
         kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
         return frozenset((int(table), kind) for table in self.space.tables for kind in kinds)
 
-    def _ranges(self) -> list[tuple[int, int]]:
+    @property
+    def resident_ranges(self) -> list[tuple[int, int]]:
         """First key and number of rows of each resident table."""
         start = self.space.start
         return [(int(start[j]), int(start[j + 1] - start[j])) for j in self.resident]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one slot takes on its device, map included."""
+        return slot_bytes(row_layout(self.config, 1, self.space.width), self.config.device)
 
     @property
     def steps(self) -> list[int]:
@@ -269,7 +277,7 @@ class Group(abc.ABC):
                 steps = np.maximum(self.cache.copy_weights(start, stop, weight), history.base)
                 if (steps >= history.steps).all():  # as after a step that has reached all of them
                     return
-            rows = self._room(start, stop)
+            rows = self._rows_for(start, stop)
             export(start, stop, rows.weight, rows.state)
         self._catch_up(rows, history, np.arange(start, stop))
         weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
@@ -280,7 +288,7 @@ class Group(abc.ABC):
         what is saved and loaded again goes on with the same bits."""
         state, history = None, self.history
         if history is not None and history.steps:  # before the first one no row lags behind
-            raw = self._room(start, start + len(weight))
+            raw = self._rows_for(start, start + len(weight))
             self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
             now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
             self._catch_up(now, history, np.arange(start, start + len(weight)))
@@ -294,7 +302,7 @@ class Group(abc.ABC):
         Those are at the current step then, which is to be called `step`."""
         weight, history = None, self.history
         if history is not None:
-            now = self._room(start, start + len(state))
+            now = self._rows_for(start, start + len(state))
             self.cache.copy_rows(start, start + len(state), now.weight, now.state)
             self._catch_up(now, history, np.arange(start, start + len(state)))
             weight = now.weight
@@ -304,7 +312,7 @@ class Group(abc.ABC):
     def export_lagging(self, start: int, stop: int, history: History) -> tuple[Array, Array, Array]:
         """Of the rows start … stop − 1 those that bringing to the current step changes: their positions, int64 (K,),
         and weights and states as they lie."""
-        raw = self._room(start, stop)
+        raw = self._rows_for(start, stop)
         self.cache.export_rows(start, stop, raw.weight, raw.state)
         now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
         self._catch_up(now, history, np.arange(start, stop))
@@ -318,7 +326,7 @@ class Group(abc.ABC):
     ) -> None:
         """Rows (positions after `start`, int64 (K,)) lie as they did at an earlier step, where that makes them what
         they are at the current one: `weight` carrier (K, D), `state` uint32 (K, S)."""
-        held = self._room(start, start + count)
+        held = self._rows_for(start, start + count)
         self.cache.copy_rows(start, start + count, held.weight, held.state)
         now = CopiedRows(weight.copy(), state.copy(), held.dirty)
         self._catch_up(now, history, start + rows)
@@ -338,10 +346,20 @@ class Group(abc.ABC):
 
         catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history, self.rounding(keys)).run()
 
-    def _room(self, start: int, stop: int) -> CopiedRows:
+    def _rows_for(self, start: int, stop: int) -> CopiedRows:
         layout, rows = self.cache.cold.layout, stop - start
         weight = np.empty((rows, layout.columns), layout.carrier)
         return CopiedRows(weight, np.empty((rows, layout.state_width), np.uint32), np.empty(rows, np.uint8))
+
+    @abc.abstractmethod
+    def fetch(self, keys: Any) -> None:
+        """Brings rows into slots that nobody has used, as many of them as there are: `keys`, int64 (K,) on the group's
+        device, distinct. It is no use of the rows."""
+
+    @property
+    def _room(self) -> int:
+        """Slots that rows come into and leave."""
+        return self.slots - sum(rows for _, rows in self.resident_ranges)
 
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
@@ -397,7 +415,7 @@ class HostGroup(Group):
 
         self.cache = HostCache(
             cold, slots=self.slots, policy=self.config.policy, initial=self.initial(self.config.optimizer),
-            resident=self._ranges(),
+            resident=self.resident_ranges,
             clients=self._client_keys(),
         )  # fmt: skip
 
@@ -413,6 +431,11 @@ class HostGroup(Group):
         self.cache.change_range(
             start, stop, lambda rows, places: self.bring_to(until, rows, places, history), is_behind
         )
+
+    def fetch(self, keys: Array) -> None:
+        for start in range(0, min(len(keys), self._room), FETCHED_ROWS):
+            some = keys[start : min(start + FETCHED_ROWS, self._room)]
+            self.cache.plan(some, score=False, ages=False).release()
 
     def bring_to(self, until: int, rows: HotArrays, places: Array, history: History) -> None:
         """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it."""
@@ -453,13 +476,13 @@ class DeviceGroup(Group):
         config = self.config
         self.cache = DeviceCache(
             cold, slots=self.slots, policy=config.policy, initial=self.initial(config.optimizer), device=config.device,
-            resident=self._ranges(), clients=self._client_keys(),
+            resident=self.resident_ranges, clients=self._client_keys(),
         )  # fmt: skip
 
     def _connect(self) -> None:
         from tieredemb.lookup.device_history import new_pasts
 
-        cold, ranges = self.cache.cold, self._ranges()
+        cold, ranges = self.cache.cold, self.resident_ranges
         self.first_slots = [-1] * len(self.space)
         slot = self.slots - sum(rows for _, rows in ranges)
         for j, (_, rows) in zip(self.resident, ranges, strict=True):
@@ -543,6 +566,14 @@ class DeviceGroup(Group):
     def check_steps(self) -> None:
         if self.device_history is not None:
             self.device_history.check()
+
+    def fetch(self, keys: torch.Tensor) -> None:
+        with on_device(self.config.device):
+            for some in torch.split(keys[: self._room], FETCHED_ROWS):
+                homes = torch.full_like(some, -1, dtype=torch.int32)
+                ticket = self.cache.plan(some, homes, score=False, ages=False, client=self.device_client)
+                ticket.kept = (some, homes)
+                ticket.release()
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
         until = self.kept_until(history)
@@ -648,10 +679,10 @@ def make_group(
     return (DeviceGroup if config.device.type == "cuda" else HostGroup)(config, space, capacity, name, rows)
 
 
-def move_group(group: Group, config: TableSetConfig) -> Group:
+def move_group(group: Group, config: TableSetConfig, capacity: Capacity) -> Group:
     """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be given
     up once all groups have moved."""
-    return make_group(config, group.space, group.capacity, group.name, group.cache.cold)
+    return make_group(config, group.space, capacity, group.name, group.cache.cold)
 
 
 def slot_bytes(layout: RowLayout, device: torch.device) -> int:

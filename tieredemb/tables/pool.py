@@ -29,6 +29,8 @@ from tieredemb.tables.step_time import StepTime
 from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
 
 if TYPE_CHECKING:
+    from tieredemb.tables.division import Division
+
     Array = np.ndarray[Any, Any]
 
 
@@ -94,6 +96,10 @@ class Member(TableSet):
     @property
     def whole(self) -> TableSet:
         return self.pool
+
+    @property
+    def division(self) -> Division | None:  # type: ignore[override]
+        return self.pool.division
 
     @property
     def writes(self) -> int:

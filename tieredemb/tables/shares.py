@@ -1,12 +1,16 @@
-"""How one capacity is divided among several caches: each gets the same share of its rows, and at least one row."""
+"""How one capacity is divided among several caches: at first each gets the same share of its rows, and at least one;
+once it is known what rows are used for, each gets what serves most lookups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tieredemb.config import Capacity, as_capacity, is_whole, parse_bytes
 from tieredemb.errors import ConfigError
+from tieredemb.tables.use import Use
 
 
 class Sharer(NamedTuple):
@@ -34,3 +38,34 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
         rows = sum(each.rows for each in sharers)
         return [max(1, capacity * each.rows // rows) for each in sharers]
     return [capacity] * len(sharers)
+
+
+def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
+    """Slots of each cache, which together take at most `budget` bytes, or what they have to have: the rows are held
+    whose lookups a byte are most, whichever cache they are of. What is left when all rows that are used have a slot
+    goes to the others, in proportion to their bytes."""
+    passing = passing_share(budget, uses)
+    slots = np.array([use.least + passing * use.step * use.share.sum() for use in uses])
+    sizes = np.array([use.slot_bytes for use in uses])
+    of = np.repeat(np.arange(len(uses)), [len(use.share) for use in uses])
+    taken = np.concatenate([use.step * (1.0 - passing * use.share) for use in uses])  # slots of rows that are held
+    price = taken * sizes[of]
+    worth = np.concatenate([use.step * use.lookups for use in uses]) / np.maximum(price, 1e-9)
+    order = np.argsort(-worth, kind="stable")
+    spent, left = np.cumsum(price[order]), budget - float(slots @ sizes)
+    held = int(np.searchsorted(spent, left, side="right"))
+    slots += np.bincount(of[order[:held]], weights=taken[order[:held]], minlength=len(uses))
+    if held < len(order) and left > 0:  # a part of the rows that the next one stands for
+        slots[of[order[held]]] += (left - (spent[held - 1] if held else 0)) / sizes[of[order[held]]]
+    slots = np.minimum(slots, [use.rows for use in uses])
+    room = np.array([use.rows for use in uses]) - slots
+    free, total = budget - float(slots @ sizes), float(room @ sizes)
+    if free > 0 and total > 0:
+        slots += room * min(1.0, free / total)
+    return [max(use.least, int(each)) for use, each in zip(uses, slots, strict=True)]
+
+
+def passing_share(budget: int, uses: Sequence[Use]) -> float:
+    """How much of what a batch uses can have slots while it passes: all, or as much as half of the bytes hold."""
+    in_batch = sum(float(use.share.sum()) * use.step * use.slot_bytes for use in uses)
+    return min(1.0, 0.5 * budget / in_batch) if in_batch else 1.0

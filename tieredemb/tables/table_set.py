@@ -18,7 +18,7 @@ import torch
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import InitFunction, features_of, without_functions
+from tieredemb.config import Capacity, InitFunction, features_of, without_functions
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
@@ -35,6 +35,8 @@ from tieredemb.tables.step_time import StepTime
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+    from tieredemb.tables.division import Division
 
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls that compute with them: bounds their memory
 COPY_BYTES = 1 << 28  # of rows copied at once as they lie; each time the cache is asked which of them it has
@@ -145,6 +147,7 @@ class TableSet:
     """
 
     step_time: StepTime | None = None
+    division: Division | None = None  # of the capacity that its caches share, among themselves or with others
 
     @functools.cached_property
     def engines(self) -> weakref.WeakSet[Any]:
@@ -619,23 +622,39 @@ class TableSet:
     def move(self, device: torch.device) -> None:
         """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
         with self.locked():
-            for group in self.groups:
-                group.cache.check_idle("move the tables")
-            config = replace(self.config, device=device)
-            self.flush()
-            counted, before = self.stats(), self.groups
-            for group in before:
-                group.restart_counts()
-            with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
-                groups: list[Group] = []
-                for group in before:
-                    groups.append(move_group(group, config))
-                    undo.callback(groups[-1].cache.abandon)
-                place = Place(config, groups, counted)
-                undo.pop_all()
-            self.placed.now = place
-            for group in before:
-                group.cache.abandon()
+            self._renew(
+                replace(self.config, device=device), [group.capacity for group in self.groups], "move the tables"
+            )
+
+    def resize(self, slots: Sequence[int]) -> None:
+        """Gives the cache of each group another number of slots, with the rows of the old ones that were used most.
+        Takes memory for old and new ones together while it runs. Raises `StorageError` while batches are in flight, and
+        `DeviceMemoryError`, before anything changes."""
+        with self.locked():
+            hottest = [group.cache.hottest() for group in self.groups]
+            config = replace(self.config, capacity=slots[0]) if len(slots) == 1 else self.config  # as copies have it
+            self._renew(config, slots, "resize the caches")
+            for group, keys in zip(self.groups, hottest, strict=True):
+                group.fetch(keys)
+
+    def _renew(self, config: TableSetConfig, capacities: Sequence[Capacity], call: str) -> None:
+        """Makes the groups anew over the same cold rows. The caller holds the caches."""
+        for group in self.groups:
+            group.cache.check_idle(call)
+        self.flush()
+        counted, before = self.stats(), self.groups
+        for group in before:
+            group.restart_counts()
+        with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
+            groups: list[Group] = []
+            for group, capacity in zip(before, capacities, strict=True):
+                groups.append(move_group(group, config, capacity))
+                undo.callback(groups[-1].cache.abandon)
+            place = Place(config, groups, counted)
+            undo.pop_all()
+        self.placed.now = place
+        for group in before:
+            group.cache.abandon()
 
     def close(self) -> None:
         """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed

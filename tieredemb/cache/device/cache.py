@@ -34,6 +34,7 @@ from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
 from tieredemb.errors import StorageError
+from tieredemb.kernels.captures import CAPTURING
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import GraphPool
@@ -97,7 +98,7 @@ class DeviceCache(Cache):
             self._order = StreamOrder(device, plans_wait=not cold.device_readable)
             # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
             self._rows_while_planning = self.lock if cold.device_readable else contextlib.nullcontext()
-            self._plan = DevicePlan(self.hot, self._scoring, device, clients)
+            self._plan = DevicePlan(self.hot, self.scoring, device, clients)
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
             self._transfer = self._make_transfer()
@@ -159,6 +160,7 @@ class DeviceCache(Cache):
                     self.cold.begin_changes()
                     self._order.whole()
                     captured = self._recorded is None and torch.cuda.is_current_stream_capturing()
+                    self.is_in_graph |= captured and threading.get_ident() not in CAPTURING
                     begun = self._ledger.begin(captured=captured)
                     if self._recorded is not None and self.hot.slots:
                         slotless = self._planner.may_lack_slots(keys.shape[0], begun.locked, slotless=begun.slotless)
@@ -476,7 +478,7 @@ class DeviceCache(Cache):
                     update()
                 metadata = self.cold.metadata
                 metadata.batch = self._plan.time()  # that of all replays, of which the host hears nothing
-                metadata.policy = self._scoring.name
+                metadata.policy = self.scoring.name
                 self._write_back()
 
     def dirty_rows(self) -> tuple[Array, Array, Array]:
@@ -533,6 +535,16 @@ class DeviceCache(Cache):
     def _write_back_range(self, start: int, stop: int) -> None:
         with self.entered(checked=True):
             self._write_back()
+
+    def hottest(self) -> torch.Tensor:
+        with self.entered(changes=False):
+            key, score = self.hot.key, self.hot.score[: self.hot.slots].to(torch.int64) & 0xFFFFFFFF
+            order = torch.where(key >= 0, score, -1).argsort(descending=True)
+            return key[order][: int((key >= 0).sum())]
+
+    @property
+    def plans(self) -> int:
+        return self._ledger.last
 
     def _reload_range(self, start: int, stop: int) -> None:
         with self.entered(checked=True):

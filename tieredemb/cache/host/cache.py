@@ -138,7 +138,7 @@ class HostCache(Cache):
             if len(numbering.missed):
                 self._bring(numbering, planners, batch)
             if score:
-                raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
+                raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 self._counts["batches"] += is_later
                 for place, of_part in enumerate(numbering.counted.tolist()):
                     counted = dict(zip(COUNTED, of_part, strict=False))
@@ -244,7 +244,7 @@ class HostCache(Cache):
         """Up to `count` slots, int32, that are to leave, of a `part` of those that no resident table has."""
         first, stop = self._pinned + (part.start or 0), self._pinned + part.stop
         key, score, last_batch = (each[first:stop] for each in (self.hot.key, self.hot.score, self.hot.last_batch))
-        by_age = self._scoring.ties_by_age
+        by_age = self.scoring.ties_by_age
         return choose_victims(count, key, score, last_batch, oldest, stop - first, by_age) + np.int32(first)
 
     def _evict(self, slots: Array) -> Array:
@@ -289,7 +289,7 @@ class HostCache(Cache):
         hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
         if len(fresh):
             self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
-        hot.score[slots if not self._scoring.remember else fresh] = MIN_SCORE
+        hot.score[slots if not self.scoring.remember else fresh] = MIN_SCORE
         hot.key[slots] = keys
         self._index.insert(keys, slots)
         self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self._row_bytes)
@@ -301,7 +301,7 @@ class HostCache(Cache):
         with self.whole():
             self._check_open()
             self._settle()
-            self.cold.metadata.policy = self._scoring.name
+            self.cold.metadata.policy = self.scoring.name
             self._write_back_slots(self.hot.occupied())
 
     def dirty_rows(self) -> tuple[Array, Array, Array]:
@@ -311,6 +311,17 @@ class HostCache(Cache):
             slots = slots[np.argsort(hot.key[slots])]
             state = np.concatenate([hot.state[slots], hot.score[slots, None]], axis=1)
             return hot.key[slots], hot.weight[slots], state
+
+    def hottest(self) -> Array:
+        with self.whole():
+            slots = self.hot.occupied()
+            slots = slots[slots >= self._pinned]
+            keys: Array = self.hot.key[slots[np.argsort(self.hot.score[slots])[::-1]]]
+            return keys
+
+    @property
+    def plans(self) -> int:
+        return self._last
 
     def _slots_in(self, start: int, stop: int) -> Array:
         """Slots that hold rows of the key range start … stop − 1."""
