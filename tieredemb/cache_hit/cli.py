@@ -8,9 +8,10 @@ import contextlib
 from pathlib import Path
 
 from tieredemb import plots
+from tieredemb.cache_hit.division import DividedWorkload, best_division
 from tieredemb.cache_hit.generate import ZipfTrace, generate
-from tieredemb.cache_hit.options import POLICY_HELP, capacity_rows, parse_policy, words
-from tieredemb.cache_hit.report import heading, hit_rate_table, target_table, write_csv
+from tieredemb.cache_hit.options import POLICY_HELP, capacity_bytes, capacity_rows, parse_policy, words
+from tieredemb.cache_hit.report import Divided, division_table, heading, hit_rate_table, target_table, write_csv
 from tieredemb.cache_hit.run import Contender, HitRate, Workload, capacity_for, contenders, side_by_side, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
 from tieredemb.errors import ConfigError
@@ -38,7 +39,9 @@ other names need --format
 
 examples:
   python -m tieredemb cache-hit requests.be64.xz --capacity 1% 5% 20% --policy lrfu:300 lfu --plot curves.png
-  python -m tieredemb cache-hit --zipf 1.05 --accesses 5000000 --batch-size 4096 --target 0.8"""
+  python -m tieredemb cache-hit --zipf 1.05 --accesses 5000000 --batch-size 4096 --target 0.8
+  python -m tieredemb cache-hit users.npy --beside items.npy --row-bytes 117 309 --batch-size 4096 81920 \\
+      --capacity 8MiB 1%"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,6 +61,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     trace = parser.add_argument_group("trace")
     trace.add_argument("trace", nargs="?", type=Path, help="trace file; before the options that take several values")
+    trace.add_argument(
+        "--beside",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="TRACE",
+        help="traces of tables of other widths in the same steps: finds the best division of one capacity in bytes",
+    )
     trace.add_argument(
         "--format", default="auto", choices=("auto", *FORMATS), help="format of the file (auto: by its name)"
     )
@@ -87,13 +98,26 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["0.5%", "1%", "2%", "5%", "10%", "20%"],
         metavar="C",
-        help="rows (2583) or shares of the rows (0.01, 1%%) (default 0.5%% 1%% 2%% 5%% 10%% 20%%)",
+        help="rows (2583) or shares of the rows (0.01, 1%%) (default 0.5%% 1%% 2%% 5%% 10%% 20%%); with --beside "
+        "bytes (8MiB) or shares",
+    )
+    measured.add_argument(
+        "--row-bytes",
+        nargs="+",
+        default=[],
+        metavar="BYTES",
+        help="with --beside: of a row in the cache, for each trace: 4 times the width, as much for each number of "
+        "optimizer state, and 53 (49 on a GPU)",
     )
     measured.add_argument(
         "--policy", nargs="+", default=["lrfu:300"], metavar="P", help=f"{POLICY_HELP} (default lrfu:300)"
     )
     measured.add_argument(
-        "--batch-size", nargs="+", default=["512"], metavar="B", help="accesses planned at once (default 512)"
+        "--batch-size",
+        nargs="+",
+        default=["512"],
+        metavar="B",
+        help="accesses planned at once (default 512); with --beside those of each trace",
     )
     measured.add_argument(
         "--lock-window",
@@ -128,6 +152,10 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises `TieredEmbError` for what cannot be done."""
     _check_outputs(arguments)
+    if arguments.beside:
+        return _run_divided(arguments)
+    if arguments.row_bytes:
+        raise ConfigError("--row-bytes is for traces that share a capacity; pass --beside too")
     policies = {word: parse_policy(word) for word in words(arguments.policy)}
     batch_sizes = _batch_sizes(arguments.batch_size)
     if arguments.target is not None and not 0 < arguments.target <= 1:
@@ -158,6 +186,56 @@ def run(arguments: argparse.Namespace) -> int:
     if written and not arguments.quiet:
         print(f"\nwrote {', '.join(written)}")
     return 0
+
+
+def _run_divided(arguments: argparse.Namespace) -> int:
+    """Traces that share a capacity: the same share of the rows of each, and the best division."""
+    refused = [name for name in ("zipf", "target", "plot", "limit") if getattr(arguments, name) is not None]
+    if refused or arguments.trace is None:
+        raise ConfigError(
+            f"--beside is for trace files alone{f', without --{refused[0]}' if refused else '; name the first before'}"
+        )
+    paths, sizes = [arguments.trace, *arguments.beside], _batch_sizes(arguments.batch_size)
+    if len(sizes) == 1:
+        sizes *= len(paths)
+    if len(sizes) != len(paths):
+        raise ConfigError(f"{len(paths)} traces need one --batch-size or {len(paths)}, got {len(sizes)}")
+    contenders_of = [Contender(name=word, policy=parse_policy(word)) for word in words(arguments.policy)]
+    row_bytes = [_count(word, "--row-bytes") for value in arguments.row_bytes for word in value.split(",") if word]
+    divided = DividedWorkload(
+        workloads=[
+            Workload(
+                trace=read_trace(path, format=arguments.format),
+                batch_size=size,
+                warm_up=arguments.warm_up,
+                lock_window=arguments.lock_window,
+            )
+            for path, size in zip(paths, sizes, strict=True)
+        ],
+        row_bytes=row_bytes,
+    )
+    budgets = [capacity_bytes(word, divided.all_bytes) for word in words(arguments.capacity)]
+    points: list[HitRate] = []
+    found = []
+    for budget in budgets:
+        for contender in contenders_of:
+            with _progress(f"division of {budget:,} bytes, {contender.name}", None, arguments.quiet) as advance:
+                best = best_division(divided, budget, contender, advance)
+                same = divided.measure(contender, divided.equal_shares(budget), advance)
+            found.append(Divided(budget, contender.name, same, best))
+            points += best
+    print(f"\n{division_table(found)}")
+    if arguments.csv is not None:
+        write_csv(arguments.csv, points)
+        if not arguments.quiet:
+            print(f"\nwrote {arguments.csv}")
+    return 0
+
+
+def _count(word: str, option: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise ConfigError(f"{option} {word!r} is not possible; pass a whole number of at least 1")
+    return int(word)
 
 
 def _batch_sizes(values: list[str]) -> list[int]:

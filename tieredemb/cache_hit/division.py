@@ -41,8 +41,13 @@ class DividedWorkload:
         if len(self.row_bytes) != len(self.workloads) or min(self.row_bytes) < 1:
             raise ConfigError(
                 f"{len(self.workloads)} traces need the bytes of a row of each, at least 1, got "
-                f"{', '.join(map(str, self.row_bytes))}"
+                f"{', '.join(map(str, self.row_bytes)) or 'none'} (--row-bytes)"
             )
+
+    @property
+    def all_bytes(self) -> int:
+        """All rows of each."""
+        return sum(each.trace.rows * size for each, size in zip(self.workloads, self.row_bytes, strict=True))
 
     @property
     def least_bytes(self) -> int:
@@ -51,8 +56,7 @@ class DividedWorkload:
 
     def equal_shares(self, budget: int) -> list[int]:
         """Rows of each cache where all hold the same share of their rows."""
-        total = sum(each.trace.rows * size for each, size in zip(self.workloads, self.row_bytes, strict=True))
-        share = min(1.0, budget / total)
+        share = min(1.0, budget / self.all_bytes)
         return [max(1, int(each.trace.rows * share)) for each in self.workloads]
 
     def measure(self, contender: Contender, capacities: Sequence[int], advance: Advance) -> list[HitRate]:

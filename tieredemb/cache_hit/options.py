@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from tieredemb.config import LFU, LRU, Policy, is_whole, parse_capacity, slots_for
+from tieredemb.config import LFU, LRU, Policy, is_whole, parse_bytes, parse_capacity, slots_for
 from tieredemb.errors import ConfigError
 
 POLICY_HELP = (
@@ -57,3 +57,14 @@ def capacity_rows(text: str, rows: int) -> int:
         return slots_for(capacity, rows=rows, slot_bytes=1)
     except ConfigError as error:
         raise ConfigError(f"capacity {text!r} is not possible: {error}") from error
+
+
+def capacity_bytes(text: str, total: int) -> int:
+    """Bytes that a word means where all rows take `total` of them: bytes (`8MiB`), or a share (`0.01`, `1%`). Raises
+    `ConfigError` for anything else."""
+    capacity = parse_capacity(text)
+    if isinstance(capacity, str):
+        return min(total, parse_bytes(capacity))
+    if is_whole(capacity) or not 0 < capacity <= 1:
+        raise ConfigError(f"capacity {text!r} of several traces is one in bytes ('8MiB') or a share ('0.01', '1%')")
+    return max(1, int(total * capacity))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from tieredemb.cache_hit.division import hit_rate
 from tieredemb.cache_hit.run import HitRate, Workload
 from tieredemb.errors import ConfigError
 
@@ -63,6 +65,33 @@ def target_table(target: float, found: Mapping[str, HitRate | None], workload: W
         else:
             body.append([name, f"{point.capacity:,}", f"{point.capacity_share:.2%}", f"{point.hit_rate:.3f}"])
     return _aligned([f"hit rate {target:g}", "capacity (rows)", "of rows", "hit rate there"], body)
+
+
+class Divided(NamedTuple):
+    """What a capacity in bytes reaches with a policy: where each cache has the same share of its rows, and with the
+    best division."""
+
+    budget: int
+    policy: str
+    same: Sequence[HitRate]
+    best: Sequence[HitRate]
+
+
+def division_table(found: Sequence[Divided]) -> str:
+    """A line a capacity and policy: both hit rates, and the rows of each trace in the best division."""
+    traces = [point.workload.trace for point in found[0].best]
+    body = [
+        [
+            f"{each.budget:,}",
+            each.policy,
+            f"{hit_rate(each.same):.3f}",
+            f"{hit_rate(each.best):.3f}",
+            *(f"{point.capacity:,} ({point.capacity_share:.1%})" for point in each.best),
+        ]
+        for each in found
+    ]
+    names = [f"rows of {trace.name}" for trace in traces]
+    return _aligned(["capacity (bytes)", "policy", "same share of rows", "best division", *names], body)
 
 
 def _aligned(headers: list[str], body: list[list[str]]) -> str:
