@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tieredemb.cache.host.cache import HostCache
     from tieredemb.tables.device_rows import DeviceRows
 
-FETCHED_ROWS = 1 << 18  # planned as one when a cache is filled
+FETCHED_ROWS = 1 << 16  # planned as one when a cache is filled
 
 
 class Group(abc.ABC):
