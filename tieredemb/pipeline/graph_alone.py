@@ -48,6 +48,8 @@ class StepAlone(Generic[R]):
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> R:
         self._step.before_replay()
+        for division in self._step.divisions:
+            division.note_replay()
         graph.replay()
         return self._result  # type: ignore[return-value]
 

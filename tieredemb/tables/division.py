@@ -41,7 +41,7 @@ class Division:
 
     def __init__(self, sets: Iterable[Sharing]) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]
-        self._next, self._waits = FIRST, 0
+        self._next, self._waits, self._replays = FIRST, 0, 0
 
     def _there(self) -> list[Sharing]:
         return [tables for tables in (each() for each in self._sets) if tables is not None]
@@ -49,7 +49,12 @@ class Division:
     @property
     def is_due(self) -> bool:
         """Whether it is time to look. Does not synchronise."""
-        return any(group.cache.plans >= self._next for tables in self._there() for group in tables.groups)
+        least = self._next - self._replays
+        return any(group.cache.plans >= least for tables in self._there() for group in tables.groups)
+
+    def note_replay(self) -> None:
+        """A captured step is replayed, whose plan the host does not count."""
+        self._replays += 1
 
     def divide(self) -> None:
         """Looks, and divides anew where that pays; unless batches are in flight, or a CUDA graph is being captured:
@@ -61,7 +66,7 @@ class Division:
         self._waits = 0 if is_free else self._waits + 1
         if not is_free and self._waits < PATIENCE:
             return
-        plans = max(cache.plans for cache in caches)
+        plans = max(cache.plans for cache in caches) + self._replays
         self._next = plans + min(max(plans, FIRST), MOST)
         if not is_free or any(cache.is_in_graph for cache in caches):
             return

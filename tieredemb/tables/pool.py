@@ -19,7 +19,7 @@ import torch
 
 from tieredemb.cache.changes import Part
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import Capacity, OptimizerConfig
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.storage.base import RowOpener
@@ -53,6 +53,11 @@ class Pool(TableSet):
         super().flush()
         for member in list(self.members):
             member.groups[0].check_steps()
+
+    def _renew(self, config: TableSetConfig, capacities: Sequence[Capacity], call: str) -> None:
+        super()._renew(config, capacities, call)
+        for member in list(self.members):
+            _ = member.placed.now  # several that plan as one find there what the steps of each have left
 
     def check_faults(self) -> None:
         for member in list(self.members):  # to whom a GPU reports
