@@ -277,6 +277,7 @@ MOST_SETS = 25  # of rows that are to be resident together: enough for a locked 
 def assert_rows_can_leave(model: te.TieredEmbeddingBagCollection) -> None:
     """No batch is in flight, and no row is locked: any rows get all the slots there are."""
     assert _at_rest(model)
+    model.tables.division = None  # these lookups tell nothing of what rows are used for
     for group in model.tables.groups:
         cached = [int(t) for j, t in enumerate(group.space.tables) if j not in group.resident]
         tables = [(t, model.tables.config.tables[t]) for t in cached]

@@ -143,6 +143,13 @@ def test_scores_that_count_no_uses_divide_nothing(device, policy):
     assert cache_bytes(tables) == before
 
 
+def test_caches_far_smaller_than_a_batch_stay(device):
+    tables = collection(device, 8)
+    before = cache_bytes(tables)
+    train(tables, device)
+    assert cache_bytes(tables) == before
+
+
 def test_tables_of_calls_of_their_own_keep_their_capacity(device):
     torch.manual_seed(3)
     model = TwoWidths().to(device)

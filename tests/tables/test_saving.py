@@ -652,10 +652,10 @@ def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch,
     moved = te.TieredEmbeddingBagCollection(tables, storage=te.File(str(tmp_path / "rows")), **keywords)
     plain = te.TieredEmbeddingBagCollection(tables, **keywords)
 
-    def fail_for_the_second(group, config):
+    def fail_for_the_second(group, *where):
         if group.space.width == 5:
             raise DeviceMemoryError("no room")
-        return move_group(group, config)
+        return move_group(group, *where)
 
     monkeypatch.setattr("tieredemb.tables.table_set.move_group", fail_for_the_second)
     with torch.device("cpu"):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
 PATIENCE = 8  # calls in a row that find batches in flight, before it is put off
-LEAST_GAIN = 0.002  # of all lookups, that more of them hit: for less no cache is made anew
+LEAST_GAIN = 0.0002  # of all lookups, that more of them hit: for less no cache is made anew
+LEAST_PASSING = 0.04  # a batch uses over five times what caches hold: which rows stay is chance
 
 
 class Sharing(Protocol):
@@ -86,6 +87,8 @@ class Division:
         budget = sum(group.slots * group.slot_bytes for group in groups)
         slots = by_use(budget, uses)
         passing = passing_share(budget, uses)
+        if passing < LEAST_PASSING:
+            return
         now, then = (
             sum(use.hits(each, passing) for use, each in zip(uses, given, strict=True))
             for given in ([group.slots for group in groups], slots)

@@ -62,10 +62,17 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
     free, total = budget - float(slots @ sizes), float(room @ sizes)
     if free > 0 and total > 0:
         slots += room * min(1.0, free / total)
-    return [max(use.least, int(each)) for use, each in zip(uses, slots, strict=True)]
+    given = [max(use.least, int(each)) for use, each in zip(uses, slots, strict=True)]
+    left_over = budget - sum(each * use.slot_bytes for use, each in zip(uses, given, strict=True))
+    for number in sorted(range(len(uses)), key=lambda number: -uses[number].slot_bytes):
+        use = uses[number]
+        more = max(0, min(left_over // use.slot_bytes, use.rows - given[number]))
+        given[number] += more
+        left_over -= more * use.slot_bytes
+    return given
 
 
 def passing_share(budget: int, uses: Sequence[Use]) -> float:
-    """How much of what a batch uses can have slots while it passes: all, or as much as half of the bytes hold."""
+    """How much of what a batch uses can have slots while it passes: all, or as much as a fifth of the bytes holds."""
     in_batch = sum(float(use.share.sum()) * use.step * use.slot_bytes for use in uses)
-    return min(1.0, 0.5 * budget / in_batch) if in_batch else 1.0
+    return min(1.0, budget / (5 * in_batch)) if in_batch else 1.0
