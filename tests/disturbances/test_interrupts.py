@@ -86,6 +86,11 @@ def copied(module: Any, number: int) -> None:
         train(copy.deepcopy(module), number)
 
 
+def resize(module: Any, number: int) -> None:
+    """As a division of the capacity does."""
+    module.tables.resize([4 + number % 7, 11 - number % 7][: len(module.tables.groups)])
+
+
 ACTS = {
     "train": train,
     "forward": forward,
@@ -95,6 +100,7 @@ ACTS = {
     "state_dict": state,
     "load_state_dict": load_state,
     "deepcopy": copied,
+    "resize": resize,
 }
 
 

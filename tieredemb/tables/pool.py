@@ -127,6 +127,10 @@ class Member(TableSet):
         """Moves all tables of the pool."""
         self.pool.move(device)
 
+    def resize(self, slots: Sequence[int]) -> None:
+        """Resizes the cache of all tables of the pool."""
+        self.pool.resize(slots)
+
     def close(self) -> None:
         self.pool.close()
 
