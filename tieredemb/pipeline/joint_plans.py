@@ -122,8 +122,9 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
             continue
         tables = unit[0].module.tables
         ages = tables.step_time is None or tables.step_time.begins(tables)
-        if ages and tables.division is not None and tables.division.is_due:
-            tables.division.divide()
+        division = tables.division
+        if ages and division is not None and division.is_due_in(tables):
+            division.divide()
         if _plan_joint(unit, made, None, ages=ages, ahead=False, memory=None) and tables.step_time is not None:
             tables.step_time.looked_up(tables, made[-1][1].result())  # a step has begun with it
 

@@ -210,7 +210,7 @@ class Engine:
             if call is None:
                 ages = not recomputed and (time is None or time.begins(self.tables))
                 division = self.tables.division
-                if division is not None and ages and division.is_due:
+                if division is not None and ages and division.is_due_in(self.tables):
                     division.divide()
                 call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
         assert call is not None
