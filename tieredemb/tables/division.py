@@ -42,7 +42,8 @@ class Division:
 
     def __init__(self, sets: Iterable[Sharing]) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]
-        self._next, self._waits, self._replays = FIRST, 0, 0
+        self._next = self._gap = FIRST  # plans until the next look
+        self._waits = self._replays = 0
 
     def _there(self) -> list[Sharing]:
         return [tables for tables in (each() for each in self._sets) if tables is not None]
@@ -70,13 +71,14 @@ class Division:
         self._waits = 0 if is_free else self._waits + 1
         if not is_free and self._waits < PATIENCE:
             return
-        plans = max(cache.plans for cache in caches) + self._replays
-        self._next = plans + min(max(plans, FIRST), MOST)
-        if not is_free or any(cache.is_in_graph for cache in caches):
-            return
-        # batches of another thread that have come meanwhile, or no room for old and new caches together: it stays
-        with contextlib.suppress(StorageError, DeviceMemoryError):
-            self._divide(sets)
+        try:
+            if is_free and not any(cache.is_in_graph for cache in caches):
+                # where another thread's batch has come meanwhile, or old and new caches have no room together, it stays
+                with contextlib.suppress(StorageError, DeviceMemoryError):
+                    self._divide(sets)
+        finally:
+            plans = max(group.cache.plans for tables in sets for group in tables.groups)
+            self._next, self._gap = plans + self._replays + self._gap, min(2 * self._gap, MOST)
 
     def _divide(self, sets: list[Sharing]) -> None:
         groups = [group for tables in sets for group in tables.groups]
@@ -96,7 +98,7 @@ class Division:
             sum(use.hits(each, passing) for use, each in zip(uses, given, strict=True))
             for given in ([group.slots for group in groups], slots)
         )
-        if then - now < LEAST_GAIN * sum(float(use.lookups.sum()) * use.step for use in uses):
+        if then - now < LEAST_GAIN * sum(float(use.lookups @ use.stands_for) for use in uses):
             return
         given = iter(slots)
         changed = [(tables, [next(given) for _ in tables.groups]) for tables in sets]

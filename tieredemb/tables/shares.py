@@ -45,12 +45,12 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
     whose lookups a byte are most, whichever cache they are of. What is left when all rows that are used have a slot
     goes to the others, in proportion to their bytes."""
     passing = passing_share(budget, uses)
-    slots = np.array([use.least + passing * use.step * use.share.sum() for use in uses])
+    slots = np.array([use.least + passing * use.in_batch for use in uses])
     sizes = np.array([use.slot_bytes for use in uses])
     of = np.repeat(np.arange(len(uses)), [len(use.share) for use in uses])
-    taken = np.concatenate([use.step * (1.0 - passing * use.share) for use in uses])  # slots of rows that are held
+    taken = np.concatenate([use.stands_for * (1.0 - passing * use.share) for use in uses])  # slots of rows held
     price = taken * sizes[of]
-    worth = np.concatenate([use.step * use.lookups for use in uses]) / np.maximum(price, 1e-9)
+    worth = np.concatenate([use.stands_for * use.lookups for use in uses]) / np.maximum(price, 1e-9)
     order = np.argsort(-worth, kind="stable")
     spent, left = np.cumsum(price[order]), budget - float(slots @ sizes)
     held = int(np.searchsorted(spent, left, side="right"))
@@ -74,5 +74,5 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
 
 def passing_share(budget: int, uses: Sequence[Use]) -> float:
     """How much of what a batch uses can have slots while it passes: all, or as much as a fifth of the bytes holds."""
-    in_batch = sum(float(use.share.sum()) * use.step * use.slot_bytes for use in uses)
+    in_batch = sum(use.in_batch * use.slot_bytes for use in uses)
     return min(1.0, budget / (5 * in_batch)) if in_batch else 1.0
