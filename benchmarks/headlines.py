@@ -17,6 +17,7 @@ ON_CPU = (
     "cpu-decay",
     "cpu-reading",
     "cpu-shapes",
+    "cpu-widths",
     "tiers",
     "cpu-optimizers",
     "cpu-kernels",

@@ -82,6 +82,12 @@ REASONS = (
         "A table's plan has a cost of its own, which few ids do not repay, and each id is searched in a hash map.",
     ),
     Reason(
+        "the division of caches that are far smaller than a batch",
+        "cpu-widths",
+        r"^hit rate",
+        "A batch uses over five times what the caches hold. Which rows stay is chance there, which scores do not tell.",
+    ),
+    Reason(
         "lookups without gradient on the CPU",
         "cpu-shapes",
         r"^lookup",

@@ -54,31 +54,39 @@ class _Together:
 
 
 class RowPass(Change):
-    """A pass over hot rows of a group, and the numbers of the step that it is, if it is one. Interrupted, it is ended
-    if it, or one that belongs to it, has begun."""
+    """A pass over hot rows of groups that share a cache, several of which have no dense optimizer, and the numbers of
+    the step that it is, if it is one. Interrupted, it is ended if it, or one that belongs to it, has begun."""
 
-    def __init__(self, group: HostGroup, rows: Pass, together: _Together, numbers: Hyperparameters | None) -> None:
-        self.group, self.rows = group, rows
+    def __init__(
+        self, groups: Sequence[HostGroup], rows: Pass, together: _Together, numbers: Hyperparameters | None
+    ) -> None:
+        self.groups, self.rows, self.cache = groups, rows, groups[0].cache
         self._together = together
         self.dense = None if numbers is None or numbers.terms is None else numbers
-        self.steps = [step + (numbers is not None) for step in group.cache.cold.metadata.steps[group.own]]
+        steps, taken = self.cache.cold.metadata.steps, numbers is not None
+        # of each table, by its number in the cold storage
+        self.steps = {at: steps[at] + taken for group in groups for at in range(*group.own.indices(len(steps)))}
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             cache.rows_version += 1
             self.rows.run()
-            if self.dense is not None:
-                self.remember(self.dense)
-            self.group.cache.cold.metadata.steps[self.group.own] = self.steps
+            self.count()
 
-    def remember(self, numbers: Hyperparameters) -> None:
-        """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
-        assert numbers.terms is not None
-        assert self.group.kept is not None
-        self.group.kept.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
+    def count(self) -> None:
+        """The step was taken: what a dense optimizer took is kept, for rows that it did not reach. A second call does
+        nothing."""
+        if self.dense is not None:
+            (group,) = self.groups
+            assert self.dense.terms is not None
+            assert group.kept is not None
+            group.kept.append(self.dense.step, self.dense.rate[0], self.dense.missed, self.dense.terms)
+        steps = self.cache.cold.metadata.steps
+        for at, step in self.steps.items():
+            steps[at] = step
 
 
-Todo = tuple[HostGroup, Pass, Hyperparameters | None]
+Todo = tuple[Sequence[HostGroup], Pass, Hyperparameters | None]
 
 
 def carry_out(passes: Sequence[Todo]) -> None:
@@ -86,23 +94,21 @@ def carry_out(passes: Sequence[Todo]) -> None:
     them or none, as after an exception in between whoever uses the rows next ends them, if one has begun. The caller
     holds the locks of the groups' rows, and has checked them."""
     together = _Together([rows for _, rows, _ in passes])
-    changes = [RowPass(group, rows, together, numbers) for group, rows, numbers in passes]
+    changes = [RowPass(groups, rows, together, numbers) for groups, rows, numbers in passes]
     entries = []
     for change in changes:  # in this very frame, which the book remembers
-        entries.append(change.group.cache.changes.begin(change))
+        entries.append(change.cache.changes.begin(change))
     for change in changes:
-        change.group.cache.rows_version += 1
+        change.cache.rows_version += 1
         change.rows.run()
     together.rows_are_done = True
     for change in changes:
-        if change.dense is not None:
-            change.remember(change.dense)
-        change.group.cache.cold.metadata.steps[change.group.own] = change.steps
+        change.count()
     for change, entry in zip(changes, entries, strict=True):
-        change.group.cache.changes.end(entry)
-    for group, rows, _ in passes:
-        if isinstance(rows, CountedPass) and rows.replayed and group.kept is not None:
-            group.kept.replayed += rows.replayed
+        change.cache.changes.end(entry)
+    for groups, rows, _ in passes:
+        if isinstance(rows, CountedPass) and rows.replayed and groups[0].kept is not None:
+            groups[0].kept.replayed += rows.replayed
 
 
 class HostGroupCall:
@@ -328,13 +334,13 @@ class HostCall(Call):
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():
-            carry_out([(part.group, part.catch_up(), None) for part in self.parts])
+            carry_out([([part.group], part.catch_up(), None) for part in self.parts])
             for part in self.parts:
                 part.is_caught_up = True
 
     def limit_norms(self, max_norm: float) -> None:
         with self.context.tables.placed.now.rows.again():
-            carry_out([(part.group, part.limit_norms(max_norm), None) for part in self.parts])
+            carry_out([([part.group], part.limit_norms(max_norm), None) for part in self.parts])
 
     @property
     def rows(self) -> int:
@@ -412,7 +418,7 @@ class HostCall(Call):
                         if numbers is None:
                             break
                         update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                        todo.append((group, update, numbers))
+                        todo.append(([group], update, numbers))
             carry_out(todo)
 
     @staticmethod
@@ -425,7 +431,7 @@ class HostCall(Call):
                 numbers = optimizer.numbers(group, [])
                 if numbers is None:
                     return
-                todo.append((group, no_rows(), numbers))
+                todo.append(([group], no_rows(), numbers))
             carry_out(todo)
 
 
@@ -469,8 +475,7 @@ def _update_together(sets: Sequence[Collected]) -> list[Todo]:
     whole.group.cache.check_rows(whole.ticket)
     rates = np.concatenate([each.rate for each in numbers])
     update = whole.update_below(grads, replace(numbers[0], rate=rates))
-    passes = [update, *(no_rows() for _ in groups[1:])]
-    return list(zip(groups, passes, numbers, strict=True))
+    return [(groups, update, numbers[0])]
 
 
 def prepare_update(

@@ -43,7 +43,7 @@ def update_rows(
         every = [each for some in rounds for each in some]
         with tables.locked():
             planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
-            carry_out([(group, rows, its) for group, _, rows, its in planned])
+            carry_out([([group], rows, its) for group, _, rows, its in planned])
         for _, ticket, _, _ in planned:
             if ticket is not None:
                 ticket.release()
