@@ -122,6 +122,7 @@ class FollowedOptimizer:
         self._entries: frozenset[Any] | None = None  # of the tables in its state, once they have taken a step
         self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, when last looked
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
+        self._stepping: Meaning | None = None  # the same while the optimizer's step is applied
         self._loading: dict[int, LoadedState] | None = None
         self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
         self._last: Meaning | None = None
@@ -497,7 +498,9 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        if self.followers is not None and self.optimizer is not None:
+        if self._stepping is not None:
+            options = self._stepping.items
+        elif self.followers is not None and self.optimizer is not None:
             options = self._meaning(self.followers).items
         else:
             options = tuple(asdict(self.config).items())
@@ -638,10 +641,17 @@ class FollowedOptimizer:
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
         """See `Follower`."""
         assert self.pending is not None
-        counts = [0 if each.pending is None else each.pending.count for each in (self, *others)]
-        self.pending.apply([each.pending for each in others])
+        those = (self, *others)
+        counts = [0 if each.pending is None else each.pending.count for each in those]
+        try:
+            for each in those:
+                each._stepping = each._checked
+            self.pending.apply([each.pending for each in others])
+        finally:
+            for each in those:
+                each._stepping = None
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
-            for each, count in zip((self, *others), counts, strict=True):
+            for each, count in zip(those, counts, strict=True):
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
                 if each._entries is None:
                     each._note_state()

@@ -155,8 +155,7 @@ class Followers:
 
     def listed(self) -> list[Follower]:
         """All of them."""
-        found = (each() for each in self._those)
-        return [each for each in found if each is not None]
+        return [found for each in self._those if (found := each()) is not None]
 
     def meaning(self, index: int, group: Mapping[str, Any], *, waits: bool) -> Meaning:
         """What the param `group`, number `index`, means now; for a learning rate that is a tensor on a GPU only if it
