@@ -29,8 +29,8 @@ from benchmarks.warm_steps import PATHS
 ROWS, IDS = 1000, 10
 LIMITS = {  # Python calls of a warm step, and files that they are in
     "collection of 4": (143, 25),
-    "4 converted, following Adam": (1050, 44),
-    "26 converted, following SGD": (3505, 44),
+    "4 converted, following Adam": (967, 44),
+    "26 converted, following SGD": (2689, 44),
     "collection of 4, prefetched": (206, 31),
     "sharded collection of 4, on 2 ranks": (576, 46),
 }

@@ -274,8 +274,9 @@ class Run(Generic[B]):
             return
         if self._planners or not (self._prefetch.pace is None or self._prefetch.pace.ahead):
             return
-        if any(division.is_due for division in self._divisions):
-            return  # a forward that nothing was planned for divides the capacity, once those before it are over
+        for division in self._divisions:
+            if division.is_due:
+                return  # a forward that nothing was planned for divides the capacity, once those before it are over
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
         except Exception as error:

@@ -23,7 +23,7 @@ from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import BackwardPass, Call
+from tieredemb.step.call import BackwardPass, Call, in_forward_order
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class ShardedContext:
                 call.release()
             raise
         try:
-            self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
+            self.shards[0].context.apply(in_forward_order(pairs))
         finally:
             for call, _ in reached:
                 call.over()

@@ -34,6 +34,14 @@ BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward t
 NUMBERS = itertools.count()  # forward order of calls
 
 
+def in_forward_order(collected: Collected) -> Collected:
+    """Calls, and uses of whole tables, in the order of their forwards."""
+    if len(collected) < 2:
+        return collected
+    numbers = [call.number for call, _ in collected]
+    return [collected[at] for at in sorted(range(len(numbers)), key=numbers.__getitem__)]
+
+
 def inside_backward() -> bool:
     """Whether an autograd backward pass runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -371,7 +379,7 @@ def _apply(collected: _CollectedCalls) -> None:
     collected.finished = True
     calls, collected.calls = collected.calls, []
     if calls:
-        calls[0][0].context.apply(sorted(calls, key=lambda pair: pair[0].number))
+        calls[0][0].context.apply(in_forward_order(calls))
 
 
 _apply_untraced = untraced(_apply)

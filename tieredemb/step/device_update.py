@@ -14,7 +14,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
-from tieredemb.step.call import Call, Collected
+from tieredemb.step.call import Call, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_call import joint_of
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
@@ -96,7 +96,7 @@ def update_together(sets: Sequence[Collected]) -> None:
     in the launches of one table."""
     tables, optimizer = sets[0][0][0].context.tables.whole, sets[0][0][0].context.check_trainable()
     whole = cast("DeviceGroup", tables.groups[0])
-    collected = sorted((pair for calls in sets for pair in calls), key=lambda pair: pair[0].number)
+    collected = in_forward_order([pair for calls in sets for pair in calls])
     calls, joint = _device_calls(collected), joint_of([call for call, _ in collected])
     if joint is not None:
         collected = joint.in_order(collected)

@@ -20,7 +20,16 @@ from tieredemb.errors import BackwardError, ConfigError, StorageError, Unsupport
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Collected, inside_backward
+from tieredemb.step.call import (
+    LOOKUP,
+    NUMBERS,
+    BackwardPass,
+    Call,
+    CallContext,
+    Collected,
+    in_forward_order,
+    inside_backward,
+)
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
@@ -328,7 +337,7 @@ class Engine:
         finally:
             self._accumulates = None
         if kept.calls:
-            _apply(sorted(kept.calls, key=lambda pair: pair[0].number))
+            _apply(in_forward_order(kept.calls))
 
     @property
     def accumulates(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.exact_sum import add_exactly, new_sums, rounded
-from tieredemb.step.call import Collected
+from tieredemb.step.call import Collected, in_forward_order
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 
@@ -31,7 +31,7 @@ def gradient_norms(
     count, device = len(tables.config.tables), tables.config.device
     largest = math.isinf(norm_type)
     totals = torch.zeros(count, dtype=torch.float64, device=device) if largest else new_sums(count, device)
-    collected = sorted(collected, key=lambda pair: pair[0].number)
+    collected = in_forward_order(collected)
     with tables.placed.now.rows.again():
         for g, group in enumerate(tables.groups):
             if isinstance(group, DeviceGroup):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import on_device
-from tieredemb.step.call import Collected
+from tieredemb.step.call import Collected, in_forward_order
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 
@@ -141,7 +141,7 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
     device = tables.placed.now.config.device
     _check_capture(device)
     found = [GradientRows.empty((table.num_embeddings, table.embedding_dim), device) for table in tables.config.tables]
-    collected = sorted(collected, key=lambda pair: pair[0].number)
+    collected = in_forward_order(collected)
     if not collected:
         return found
     tables.check_faults()
@@ -166,7 +166,7 @@ def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
         return [each.sums() for each in rows_of_calls(tables, collected)]
     _check_capture(device)
     found: dict[int, RowSums] = {}
-    collected = sorted(collected, key=lambda pair: pair[0].number)
+    collected = in_forward_order(collected)
     tables.check_faults()
     with torch.no_grad(), tables.placed.now.rows.again():
         for g, group in enumerate(tables.groups):

@@ -65,25 +65,26 @@ class RowPass(Change):
         self.dense = None if numbers is None or numbers.terms is None else numbers
         steps, taken = self.cache.cold.metadata.steps, numbers is not None
         # of each table, by its number in the cold storage
-        self.steps = {at: steps[at] + taken for group in groups for at in range(*group.own.indices(len(steps)))}
+        self.steps = {
+            table: steps[table] + taken for group in groups for table in range(*group.own.indices(len(steps)))
+        }
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             cache.rows_version += 1
             self.rows.run()
-            self.count()
+            if self.dense is not None:
+                self.remember(self.dense)
+            steps = self.cache.cold.metadata.steps
+            for table, step in self.steps.items():
+                steps[table] = step
 
-    def count(self) -> None:
-        """The step was taken: what a dense optimizer took is kept, for rows that it did not reach. A second call does
-        nothing."""
-        if self.dense is not None:
-            (group,) = self.groups
-            assert self.dense.terms is not None
-            assert group.kept is not None
-            group.kept.append(self.dense.step, self.dense.rate[0], self.dense.missed, self.dense.terms)
-        steps = self.cache.cold.metadata.steps
-        for at, step in self.steps.items():
-            steps[at] = step
+    def remember(self, numbers: Hyperparameters) -> None:
+        """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
+        (group,) = self.groups
+        assert numbers.terms is not None
+        assert group.kept is not None
+        group.kept.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
 
 
 Todo = tuple[Sequence[HostGroup], Pass, Hyperparameters | None]
@@ -103,7 +104,11 @@ def carry_out(passes: Sequence[Todo]) -> None:
         change.rows.run()
     together.rows_are_done = True
     for change in changes:
-        change.count()
+        if change.dense is not None:
+            change.remember(change.dense)
+        steps = change.cache.cold.metadata.steps
+        for table, step in change.steps.items():
+            steps[table] = step
     for change, entry in zip(changes, entries, strict=True):
         change.cache.changes.end(entry)
     for groups, rows, _ in passes:
@@ -400,8 +405,6 @@ class HostCall(Call):
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
-        sets = [[(call, grad.contiguous()) for call, grad in calls] for calls in sets]
-        grads_of = [[grad for _, grad in calls] for calls in sets]
         with _rows_of([calls[0][0].context.tables for calls in sets]):
             todo = _update_together(sets) if len(sets) > 1 else []
             if not todo:
@@ -409,7 +412,8 @@ class HostCall(Call):
                     for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
                         for call, _ in calls:
                             group.cache.check_rows(call.parts[g].ticket)
-                for calls, grads in zip(sets, grads_of, strict=True):
+                for calls in sets:
+                    grads = [grad for _, grad in calls]
                     place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
                     assert optimizer is not None  # the backward has asked for it
                     for g, group in enumerate(place.groups):
@@ -459,9 +463,9 @@ def _update_together(sets: Sequence[Collected]) -> list[Todo]:
     if joint is None or joint.context.is_dense:  # whose tables have histories of their own
         return []
     collected = joint.in_order([pair for calls in sets for pair in calls])
-    grads = [grad for _, grad in collected]
+    grads = [grad.contiguous() for _, grad in collected]
     groups, numbers = [], []
-    for call, grad in collected:
+    for (call, _), grad in zip(collected, grads, strict=True):
         group, optimizer = call.context.tables.placed.now.groups[0], call.context.updater.optimizer
         assert optimizer is not None  # the backward has asked for it
         its = optimizer.numbers(group, [grad])
@@ -489,7 +493,7 @@ def prepare_update(
 
 def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:
     """The calls of one backward pass as one batch: its trained occurrences by row, and their gradient."""
-    gradients = [part.gradient(grad.numpy()) for part, grad in zip(parts, grads, strict=True)]
+    gradients = [part.gradient(grad.contiguous().numpy()) for part, grad in zip(parts, grads, strict=True)]
     if len(parts) == 1:
         inverse = _only(parts[0].is_trained(), parts[0].ticket.inverse)
         return segments_of(inverse, parts[0].ticket.unique_slots), gradients[0]

@@ -166,7 +166,8 @@ class JointCall(Call):
     @staticmethod
     def in_order(collected: Collected) -> Collected:
         """Its parts and their gradients in the order of the tables."""
-        return sorted(collected, key=lambda pair: cast("PartCall", pair[0]).position)
+        positions = [cast("PartCall", call).position for call, _ in collected]
+        return [collected[at] for at in sorted(range(len(positions)), key=positions.__getitem__)]
 
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
@@ -187,15 +188,10 @@ class PartCall(Call):
     _parts: list[Any]
 
     def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
-        self._joint, self.position = joint, position
+        self.joint, self.position = joint, position  # what it is a part of
         super().__init__(context, joint.batch)
         self.ids = joint.starts[position + 1] - joint.starts[position]
         self._lasts = True
-
-    @property
-    def joint(self) -> JointCall:
-        """What it is a part of."""
-        return self._joint
 
     @property
     def is_shared(self) -> bool:
@@ -246,8 +242,10 @@ def joint_of(calls: Sequence[Call]) -> JointCall | None:
     first = calls[0]
     if not isinstance(first, PartCall) or len(calls) != first.joint.count:
         return None
-    alike = all(isinstance(call, PartCall) and call.joint is first.joint and call.is_shared for call in calls)
-    return first.joint if alike else None
+    for call in calls:
+        if not isinstance(call, PartCall) or call.joint is not first.joint or not call.is_shared:
+            return None
+    return first.joint
 
 
 class PlannedTogether(Waiting):

@@ -31,7 +31,7 @@ import torch
 from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
-from tieredemb.step.call import Call, Collected
+from tieredemb.step.call import Call, Collected, in_forward_order
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
@@ -487,7 +487,7 @@ class PendingGradients:
                 continue
             each.owner.update_rows(rounds, [call for call, _ in taken], reaches_all=reaches_all)
         if calls:
-            self.owner.update(sorted(calls, key=lambda pair: pair[0].number))
+            self.owner.update(in_forward_order(calls))
         for each in alone:
             each.owner.step_alone()
 
