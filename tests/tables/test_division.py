@@ -1,6 +1,7 @@
 """A capacity that caches of several widths share goes where most lookups come of it, and changes no number."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -169,6 +170,33 @@ def test_a_batch_in_flight_puts_it_off(device):
     held.sum().backward()
     train(tables, device, 3 * STEPS)
     assert cache_bytes(tables)["width 16"] > before["width 16"]
+
+
+def test_threads_that_serve_meanwhile_find_the_caches(device):
+    """One of them divides, and the others are on their way to the caches from before."""
+    for _ in range(4):
+        small, whole = collection(device, 0.02), collection(device, 1.0)
+        before, errors = cache_bytes(small), []
+
+        def serve(first, tables=small, errors=errors):
+            try:
+                with torch.no_grad():
+                    for step in range(first, first + 24):
+                        tables(*batch_of(step, device))
+                        tables.stats()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=serve, args=(100 * number,)) for number in range(1, 4)]
+        for thread in threads:
+            thread.start()
+        found = train(small, device, 24)
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert_same_bits(found, train(whole, device, 24))
+        assert_same_bits(list(small.state_dict().values()), list(whole.state_dict().values()))
+        assert cache_bytes(small) != before
 
 
 def test_accumulated_gradients_are_of_rows_that_stay(device):

@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 NO_WORDS = np.empty(0, STATE_DTYPE)
+
+
+class Look(NamedTuple):
+    """What a cache had counted when somebody looked at its use: plans, batches, and lookups."""
+
+    plans: int = 0
+    batches: int = 0
+    lookups: int = 0
 
 
 class Cache(abc.ABC):
@@ -71,6 +79,7 @@ class Cache(abc.ABC):
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
+        self.looked_at = Look()
         self.is_in_graph = False  # whether a CUDA graph that is not ours has its addresses, for good
         self.rows_version = 0  # counts what may change rows where they are
         self.doubts = Doubts()

@@ -56,6 +56,13 @@ class History:
     `coupled`, int32: how many steps had no closed form.
     """
 
+    rates: Array
+    numbers: Array
+    sums: Array
+    ends: Array
+    logs: Array
+    coupled: Array
+
     def __init__(self, recipe: type[OptimizerConfig], numbers: int) -> None:
         self.recipe = recipe
         self.count_of_numbers = numbers
@@ -65,14 +72,21 @@ class History:
         self.windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
         self._make(_FIRST_ROOM)
 
-    def _make(self, room: int) -> None:
-        self.rates = np.zeros(room, np.float32)
-        self.numbers = np.zeros((room, self.count_of_numbers), np.float32)
-        self.sums = np.zeros((room, SUMS), np.float32)
-        self.sums[:, SUM_IS_SERIES] = 1.0
-        self.ends = np.zeros(room, np.int32)
-        self.logs = np.zeros((room, LOGS))
-        self.coupled = np.zeros(room, np.int32)
+    def _make(self, room: int, old: Mapping[str, Array] | None = None) -> None:
+        """Makes the arrays anew, with room for so many entries; with those of `old` arrays first. All of them change as
+        one: kernels write to what an interrupt finds."""
+        made: dict[str, Array] = {
+            "rates": np.zeros(room, np.float32),
+            "numbers": np.zeros((room, self.count_of_numbers), np.float32),
+            "sums": np.zeros((room, SUMS), np.float32),
+            "ends": np.zeros(room, np.int32),
+            "logs": np.zeros((room, LOGS)),
+            "coupled": np.zeros(room, np.int32),
+        }
+        made["sums"][:, SUM_IS_SERIES] = 1.0
+        for name, array in (old or {}).items():
+            made[name][: len(array)] = array
+        self.__dict__.update(made)
 
     def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
         """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
@@ -100,11 +114,7 @@ class History:
         )  # fmt: skip
 
     def _grow(self) -> None:
-        arrays = self.arrays()
-        old = len(self.rates)
-        self._make(2 * old)
-        for name, array in arrays.items():
-            getattr(self, name)[:old] = array
+        self._make(2 * len(self.rates), self.arrays())
 
     def restart(self, step: int) -> None:
         """Forgets all steps: every row stands at `step`."""

@@ -114,6 +114,7 @@ def _behind(first: int, values: torch.Tensor) -> torch.Tensor:
 def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU: to
     `out` if it is given."""
-    group = cast("DeviceGroup", tables.locate(table)[0])
-    with tables.locked(), group.range(_position(group, table), start, stop) as found:
-        return found.weights(out)
+    with tables.locked():
+        group = cast("DeviceGroup", tables.locate(table)[0])
+        with group.range(_position(group, table), start, stop) as found:
+            return found.weights(out)

@@ -247,17 +247,24 @@ class Engine:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
         may_exceed = self.may_exceed_bags
-        call = _call_type(self.tables.placed.now.config.device.type)(context, batch.size)
-        call.plan(
-            batch,
-            trains=trains,
-            scored=not recomputed,
-            ages=ages,
-            ahead=ahead,
-            may_exceed_bags=may_exceed,
-            memory=memory,
-        )
-        return call
+        while True:
+            place = self.tables.placed.now
+            call = _call_type(place.config.device.type)(context, batch.size)
+            try:
+                call.plan(
+                    batch,
+                    trains=trains,
+                    scored=not recomputed,
+                    ages=ages,
+                    ahead=ahead,
+                    may_exceed_bags=may_exceed,
+                    memory=memory,
+                )
+                return call
+            except StorageError:
+                if self.tables.placed.now is place:
+                    raise
+                # another thread has made the caches anew meanwhile
 
     @property
     def may_exceed_bags(self) -> bool:
@@ -359,10 +366,14 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         self.check_no_gradient("copy or pickle the tables")
         self.drop_planned()  # the copy plans for itself, and tables are copied while no batch is in flight
-        return {"tables": self.tables, "optimizer": self.optimizer, "_over_ranks": self._over_ranks}
+        state = {"tables": self.tables, "optimizer": self.optimizer, "_over_ranks": self._over_ranks}
+        return state | {"division": self.tables.division if len(self.tables.groups) == 1 else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        division = state.pop("division", None)
         self.__dict__.update(state)
+        if division is not None and self.tables.whole.division is None:
+            division.join(self.tables.whole)
         if isinstance(self.optimizer, FollowedOptimizer):
             bind_all(self.optimizer, self.optimizer.table_parameters)
         self._connect()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tieredemb.cache.base import Look
 from tieredemb.errors import DeviceMemoryError, StorageError
 from tieredemb.tables.shares import by_use, passing_share
 from tieredemb.tables.use import use_of
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
-PATIENCE = 8  # calls in a row that find batches in flight, before it is put off
+PATIENCE = 64  # forwards that find batches in flight, before it is put off
 LEAST_GAIN = 0.0002  # of all lookups, that more of them hit: for less no cache is made anew
 LEAST_PASSING = 0.04  # a batch uses over five times what caches hold: which rows stay is chance
 
@@ -37,25 +39,38 @@ class Sharing(Protocol):
 
 class Division:
     """The capacity that all caches of some sets of tables share, of those on one device. It is looked at after `FIRST`
-    plans, then each time that they have doubled, between steps, and divided anew where that serves more lookups. Which
-    rows are cached changes no number."""
+    plans, then each time after twice as many, between steps, and divided anew where that serves more lookups. Which
+    rows are cached changes no number. A copy of it, as of a module, has no sets until these `join`."""
 
-    def __init__(self, sets: Iterable[Sharing]) -> None:
+    def __init__(self, sets: Iterable[Sharing] = ()) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]
-        self._next = self._gap = FIRST  # plans until the next look
+        self._gap = FIRST  # plans from one look to the next
+        self._wanted = False  # a look, by the next forward that finds no batch in flight
         self._waits = self._replays = 0
+        self._capacity: tuple[list[int], int] | None = None  # bytes of slots, and of all, when it was divided first
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Division, ()
+
+    def join(self, tables: Sharing) -> None:
+        """These share the capacity, too."""
+        self._sets.append(weakref.ref(tables))
+        tables.division = self
 
     def _there(self) -> list[Sharing]:
         return [tables for tables in (each() for each in self._sets) if tables is not None]
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look. Does not synchronise."""
-        return any(self.is_due_in(tables) for tables in self._there())
+        """Whether it is time to look, which the next forward does then. Does not synchronise."""
+        self._wanted = self._wanted or any(self.is_due_in(tables) for tables in self._there())
+        return self._wanted
 
     def is_due_in(self, tables: Sharing) -> bool:
         """The same, as one of the sets tells, whose groups plan equally often."""
-        return tables.groups[0].cache.plans + self._replays >= self._next
+        cache = tables.groups[0].cache
+        return self._wanted or cache.plans - cache.looked_at.plans + self._replays >= self._gap
 
     def note_replay(self) -> None:
         """A captured step is replayed, whose plan the host does not count."""
@@ -65,31 +80,52 @@ class Division:
         """Looks, and divides anew where that pays; unless batches are in flight, or a CUDA graph is being captured:
         then at one of the next calls, or later. Caches that a graph of the user's knows stay. Synchronises with a
         GPU."""
-        sets = self._there()
-        caches = [group.cache for tables in sets for group in tables.groups]
-        is_free = all(cache.is_idle for cache in caches) and not _is_capturing(caches[0].device)
-        self._waits = 0 if is_free else self._waits + 1
-        if not is_free and self._waits < PATIENCE:
+        if not self._lock.acquire(blocking=False):  # another thread does
             return
         try:
-            if is_free and not any(cache.is_in_graph for cache in caches):
-                # where another thread's batch has come meanwhile, or old and new caches have no room together, it stays
-                with contextlib.suppress(StorageError, DeviceMemoryError):
-                    self._divide(sets)
+            sets = self._there()
+            groups = [group for tables in sets for group in tables.groups]
+            is_free = all(group.cache.is_idle for group in groups) and not _is_capturing(groups[0].cache.device)
+            if not is_free and self._waits < PATIENCE:
+                self._wanted, self._waits = True, self._waits + 1
+                return
+            self._wanted, self._waits, self._replays = False, 0, 0
+            for group in groups:
+                group.cache.looked_at = group.cache.looked_at._replace(plans=group.cache.plans)
+            if not is_free or any(group.cache.is_in_graph for group in groups):
+                return
+            # where another thread's batch has come meanwhile, or old and new caches have no room together, it stays
+            with contextlib.suppress(StorageError, DeviceMemoryError, MemoryError):
+                self._look(sets)
         finally:
-            plans = max(group.cache.plans for tables in sets for group in tables.groups)
-            self._next, self._gap = plans + self._replays + self._gap, min(2 * self._gap, MOST)
+            self._lock.release()
 
-    def _divide(self, sets: list[Sharing]) -> None:
+    def _look(self, sets: list[Sharing]) -> None:
         groups = [group for tables in sets for group in tables.groups]
         if len({group.config.device for group in groups}) > 1:  # some were moved by themselves
             return
+        batches = [group.cache.stats().batches - group.cache.looked_at.batches for group in groups]
+        if max(batches) < FIRST // 2:  # of which several plans make one
+            return
+        self._gap = min(2 * self._gap, MOST)
+        try:
+            self._divide(sets, max(batches))
+        finally:
+            for group in (group for tables in sets for group in tables.groups):
+                counted = group.cache.counted(None)
+                group.cache.looked_at = Look(group.cache.plans, counted.batches, counted.lookups)
+
+    def _divide(self, sets: list[Sharing], batches: int) -> None:
+        groups = [group for tables in sets for group in tables.groups]
         for group in groups:
             group.cache.write_back()  # scores, too
-        uses = [use for use in map(use_of, groups) if use is not None]
+        uses = [use for group in groups if (use := use_of(group, batches)) is not None]
         if len(uses) < len(groups):
             return
-        budget = sum(group.slots * group.slot_bytes for group in groups)
+        sizes = [group.slot_bytes for group in groups]
+        if self._capacity is None or self._capacity[0] != sizes:
+            self._capacity = sizes, sum(group.slots * group.slot_bytes for group in groups)
+        budget = self._capacity[1]
         slots = by_use(budget, uses)
         passing = passing_share(budget, uses)
         if passing < LEAST_PASSING:
@@ -98,7 +134,7 @@ class Division:
             sum(use.hits(each, passing) for use, each in zip(uses, given, strict=True))
             for given in ([group.slots for group in groups], slots)
         )
-        if then - now < LEAST_GAIN * sum(float(use.lookups @ use.stands_for) for use in uses):
+        if then - now <= LEAST_GAIN * sum(float(use.lookups @ use.stands_for) for use in uses):
             return
         given = iter(slots)
         changed = [(tables, [next(given) for _ in tables.groups]) for tables in sets]
@@ -112,9 +148,9 @@ def share_capacity(sets: Sequence[Sharing]) -> None:
     for device in {tables.groups[0].config.device for tables in sets}:
         there = [tables for tables in sets if tables.groups[0].config.device == device]
         if sum(len(tables.groups) for tables in there) > 1:
-            division = Division(there)
+            division = Division()
             for tables in there:
-                tables.division = division
+                division.join(tables)
 
 
 def _is_capturing(device: torch.device) -> bool:

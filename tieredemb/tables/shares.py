@@ -75,4 +75,5 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
 def passing_share(budget: int, uses: Sequence[Use]) -> float:
     """How much of what a batch uses can have slots while it passes: all, or as much as a fifth of the bytes holds."""
     in_batch = sum(use.in_batch * use.slot_bytes for use in uses)
-    return min(1.0, budget / (5 * in_batch)) if in_batch else 1.0
+    left = max(0, budget - sum(use.least * use.slot_bytes for use in uses))
+    return min(1.0, left / (5 * in_batch)) if in_batch else 1.0

@@ -137,6 +137,25 @@ class Placed:
             group.cache.close()
 
 
+class PlaceLocks(Locks):
+    """The locks of all caches of tables, of those that are there once they are taken: who waits for them may wait for a
+    thread that makes the caches anew. Of `plans` and `rows`: see `Locks`."""
+
+    def __init__(self, placed: Placed, *, plans: bool = True, rows: bool = True) -> None:
+        super().__init__(())
+        self._placed, self._plans, self._rows = placed, plans, rows
+
+    def __enter__(self) -> None:
+        while True:
+            place = self._placed.now
+            caches = [group.cache for group in place.groups]
+            self._locks = Locks(caches, plans=self._plans, rows=self._rows).again()._locks
+            super().__enter__()
+            if self._placed.now is place:
+                return
+            self._give_back()
+
+
 class TableSet:
     """Opens the tables of `config`, by `rows` if that is given, else by the storage of the config. Closes (flushes)
     them when it is collected or the process exits.
@@ -350,10 +369,11 @@ class TableSet:
 
     def _read(self, table: int, start: int, out: torch.Tensor) -> None:
         """Copies the weights of the rows from `start` on to a CPU tensor (K, D)."""
-        group, _, first = self.locate(table)
-        first += start
-        with carried(out, group.cache.cold.layout.format) as rows:
-            group.export_rows(first, first + len(out), rows, np.empty((len(out), 0), np.uint32))
+        with self.locked():
+            group, _, first = self.locate(table)
+            first += start
+            with carried(out, group.cache.cold.layout.format) as rows:
+                group.export_rows(first, first + len(out), rows, np.empty((len(out), 0), np.uint32))
 
     def set_weights(
         self, weights: Mapping[int, torch.Tensor], *, once_ready: Callable[[], object] | None = None
@@ -566,11 +586,11 @@ class TableSet:
 
     def locked(self) -> Locks:
         """Keeps other threads from all caches."""
-        return Locks(group.cache for group in self.groups)
+        return PlaceLocks(self.placed)
 
     def planning(self) -> Locks:
         """Keeps other threads from planning; they may look up and update."""
-        return Locks((group.cache for group in self.groups), rows=False)
+        return PlaceLocks(self.placed, rows=False)
 
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
@@ -609,7 +629,7 @@ class TableSet:
 
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""
-        with contextlib.ExitStack() as all_of_them:  # one that fails keeps no other
+        with self.locked(), contextlib.ExitStack() as all_of_them:  # one that fails keeps no other
             for group in self.groups:
                 all_of_them.callback(group.cache.flush)
         self.check_faults()
@@ -665,10 +685,11 @@ class TableSet:
 
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
-        total = sum((group.stats() for group in self.groups), self.placed.now.earlier)
-        for group in self.groups:
-            group.check_steps()
-        total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
+        with self.locked():
+            total = sum((group.stats() for group in self.groups), self.placed.now.earlier)
+            for group in self.groups:
+                group.check_steps()
+            total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
         self.check_faults()
         return total
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 MEMORY_SAMPLE, FILE_SAMPLE = 1 << 18, 1 << 14  # rows of a key space whose scores are read; of a file each is a page
-TABLE_SAMPLE = 1 << 10  # of a table, at least, as far as it has so many
+TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so many
+MOST_RANGES = 1 << 12  # of used rows of a file, that are looked at
 
 
 class Use(NamedTuple):
@@ -61,27 +62,46 @@ def lookups_of(share: Array, stands_for: Array, most: float, lookups: float) -> 
     return found
 
 
-def use_of(group: Group) -> Use | None:
-    """What is known of the use of a group's rows, which was flushed, but for those of resident tables, which never
-    leave; None where nothing is: scores are no counts of uses, or there are none yet. Synchronises with a GPU."""
+def use_of(group: Group, batches: int) -> Use | None:
+    """What is known of the use of a group's rows, which were written back, but for those of resident tables, which
+    never leave; None where scores are no counts of uses. `batches`: since the last look, where all were counted; those
+    that look up in this group may be fewer. Synchronises with a GPU."""
     cache, space = group.cache, group.space
-    scoring, time, counted = cache.scoring, cache.cold.metadata.batch, cache.stats()
-    if not scoring.counts_uses or time == 0 or counted.batches == 0:
+    scoring, time, counted, before = cache.scoring, cache.cold.metadata.batch, cache.stats(), cache.looked_at
+    if not scoring.counts_uses:
         return None
-    state, resident = cache.cold.state, set(group.resident)
-    sampled = (MEMORY_SAMPLE if cache.cold.in_memory else FILE_SAMPLE) / space.rows
-    ranges = [(int(space.start[j]), int(space.start[j + 1])) for j in range(len(space)) if j not in resident]
-    scores, stands_for = [np.empty(0, np.uint32)], [np.empty(0)]
-    for start, stop in ranges:
-        step = max(1, (stop - start) // max(TABLE_SAMPLE, int(sampled * (stop - start))))
-        scores.append(state[start:stop:step, -1])
-        stands_for.append(np.full(len(scores[-1]), (stop - start) / len(scores[-1])))
-    score, of_each = np.concatenate(scores), np.concatenate(stands_for)
-    share = np.minimum(scoring.uses(score[score != 0], time) / scoring.most_uses(time), 1.0)
+    score, of_each = _sampled(group)
+    own = counted.batches - before.batches
+    most = scoring.most_uses(max(1, time))
+    share = np.minimum(scoring.uses(score, time) / most, 1.0)
     order = np.argsort(-share, kind="stable")
-    share, of_each = share[order], of_each[score != 0][order]
-    fixed = sum(rows for _, rows in group.resident_ranges)
+    share, of_each = share[order], of_each[order]
     # a GPU scores no rows of resident tables, whose lookups are counted: what the others have together is not known
-    per_batch = 0.0 if resident else counted.lookups / counted.batches
-    lookups = lookups_of(share, of_each, scoring.most_uses(time), per_batch)
-    return Use(group.slot_bytes, fixed + bool(ranges), space.rows, share, lookups, of_each)
+    per_batch = 0.0 if group.resident else (counted.lookups - before.lookups) / max(1, own)
+    lookups = lookups_of(share, of_each, most, per_batch)
+    fixed, often = sum(rows for _, rows in group.resident_ranges), min(1.0, own / max(1, batches))
+    least = fixed + (len(group.resident) < len(space))
+    return Use(group.slot_bytes, least, space.rows, share * often, lookups * often, of_each)
+
+
+def _sampled(group: Group) -> tuple[Array, Array]:
+    """Scores of a sample of the rows that were ever used, uint32 (K,), none of them zero, and for how many rows each
+    stands. Pages that nobody has written are not read, as a full disk may have none for them."""
+    cold, space, resident = group.cache.cold, group.space, set(group.resident)
+    used = list(cold.used_ranges())
+    every = max(1, len(used) // MOST_RANGES)
+    share = (MEMORY_SAMPLE if cold.in_memory else FILE_SAMPLE) / max(1, sum(stop - start for start, stop in used))
+    scores, stands_for = [np.empty(0, np.uint32)], [np.empty(0)]
+    for first, last in used[::every]:
+        tables = range(
+            int(np.searchsorted(space.start, first, "right")) - 1, int(np.searchsorted(space.start, last, "left"))
+        )
+        for start, stop in (
+            (max(first, int(space.start[j])), min(last, int(space.start[j + 1]))) for j in tables if j not in resident
+        ):
+            least = TABLE_SAMPLE if cold.in_memory else 1
+            step = max(1, (stop - start) // max(least, int(share * every * (stop - start))))
+            scores.append(cold.state[start:stop:step, -1])
+            stands_for.append(np.full(len(scores[-1]), every * (stop - start) / max(1, len(scores[-1]))))
+    score, of_each = np.concatenate(scores), np.concatenate(stands_for)
+    return score[score != 0], of_each[score != 0]
