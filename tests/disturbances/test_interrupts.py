@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from disturbed import (
+    PACKAGE,
     Disturbance,
     LineInterrupts,
     Pair,
@@ -495,3 +496,33 @@ def test_close_beside_training_leaves_a_clean_file(tmp_path):
         module.close()
         thread.join()
         make(te.File(path)).close()  # clean, or it would be refused
+
+
+def test_interrupt_where_a_history_gets_more_room(device, monkeypatch):
+    """Of a dense optimizer's steps, before every line of the file that keeps them on the host."""
+    if device == "cuda":
+        pytest.skip("a GPU keeps its steps by a kernel, and makes room between steps")
+    monkeypatch.setattr("tieredemb.lookup.history._FIRST_ROOM", 4)
+    inside = PACKAGE + "lookup/history.py"
+
+    def made() -> Any:
+        module = make(optimizer=te.Adam(lr=0.01))
+        for number in range(3):
+            train(module, number)
+        return module
+
+    with torch.autograd.set_multithreading_enabled(False):
+        counting, twin = LineInterrupts(inside=inside), made()
+        with counting.on():
+            train(twin, 0)
+        train(twin, 1)
+        assert counting.count > 20
+        for at in range(counting.count):
+            module, interrupts = made(), LineInterrupts(at, inside=inside)
+            with contextlib.suppress(KeyboardInterrupt), interrupts.on():
+                train(module, 0)
+            module.flush()  # which ends a step that has begun
+            if module.tables.groups[0].steps[0] < 4:
+                train(module, 0)
+            train(module, 1)
+            assert same(contents(module), contents(twin)), vars(interrupts)
