@@ -17,7 +17,7 @@ from tieredemb.progress import Advance
 GROWTH = 1.5  # from each capacity of the first runs to the next
 AROUND = (0.8, 0.9, 1.1, 1.2)  # of a choice, where the next runs are made; closer to it in each round
 MOST_ROUNDS = 5
-CHOICES = 5000  # steps of the bytes in which choices are told apart
+CHOICES = 5000  # steps of the bytes: of the choices within one, the best is kept
 PRECISION = 0.0002  # hit rates that differ by less are the same
 
 Chosen = tuple[HitRate, ...]

@@ -53,7 +53,7 @@ class GraphStep(Generic[R]):
         step = self._step
         if step is not None and self._agreement is None:
             for division in step.divisions:
-                if division.is_due:
+                if division.request_if_due():
                     if self._ahead is not None:
                         self._ahead.give_up()
                     division.divide()

@@ -275,7 +275,7 @@ class Run(Generic[B]):
         if self._planners or not (self._prefetch.pace is None or self._prefetch.pace.ahead):
             return
         for division in self._divisions:
-            if division.is_due:
+            if division.request_if_due():
                 return  # a forward that nothing was planned for divides the capacity, once those before it are over
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
 PATIENCE = 64  # forwards that find batches in flight, before it is put off
 LEAST_GAIN = 0.0002  # of all lookups, that more of them hit: for less no cache is made anew
-LEAST_PASSING = 0.04  # a batch uses over five times what caches hold: which rows stay is chance
+LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five times what caches hold, and chance decides
 
 
 class Sharing(Protocol):
@@ -61,14 +61,14 @@ class Division:
     def _there(self) -> list[Sharing]:
         return [tables for tables in (each() for each in self._sets) if tables is not None]
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to look, which the next forward does then. Does not synchronise."""
+    def request_if_due(self) -> bool:
+        """Returns whether it is time to look, and has the next forward of any of the sets do so then. Does not
+        synchronise."""
         self._wanted = self._wanted or any(self.is_due_in(tables) for tables in self._there())
         return self._wanted
 
     def is_due_in(self, tables: Sharing) -> bool:
-        """The same, as one of the sets tells, whose groups plan equally often."""
+        """Whether it is time to look, by the plans of one of the sets, whose groups plan equally often."""
         cache = tables.groups[0].cache
         return self._wanted or cache.plans - cache.looked_at.plans + self._replays >= self._gap
 

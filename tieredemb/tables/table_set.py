@@ -149,7 +149,7 @@ class PlaceLocks(Locks):
         while True:
             place = self._placed.now
             caches = [group.cache for group in place.groups]
-            self._locks = Locks(caches, plans=self._plans, rows=self._rows).again()._locks
+            self._locks = Locks(caches, plans=self._plans, rows=self._rows)._locks
             super().__enter__()
             if self._placed.now is place:
                 return
