@@ -20,8 +20,9 @@ from benchmarks.shapes import ALPHA, Limits, Shape, draw
 from benchmarks.timing import Quantiles
 from tieredemb.cache_hit.division import DividedWorkload, best_division, hit_rate
 from tieredemb.cache_hit.options import parse_policy
-from tieredemb.cache_hit.run import Contender, Workload
+from tieredemb.cache_hit.run import Contender
 from tieredemb.cache_hit.traces import Trace
+from tieredemb.cache_hit.workload import Workload
 
 LIMITS = Limits(
     tables=(3, 8, 20, 40, 60),

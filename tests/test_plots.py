@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tieredemb.cache_hit.run import HitRate, Workload
+from tieredemb.cache_hit.run import HitRate
 from tieredemb.cache_hit.traces import Trace
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.errors import ConfigError, MissingDependencyError
 from tieredemb.plots import check_picture, hit_rate_curves, save
 

@@ -12,8 +12,9 @@ import pytest
 from tieredemb.__main__ import main
 from tieredemb.cache_hit.division import DividedWorkload, best_division, hit_rate
 from tieredemb.cache_hit.options import parse_policy
-from tieredemb.cache_hit.run import Contender, Workload
+from tieredemb.cache_hit.run import Contender
 from tieredemb.cache_hit.traces import Trace
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.errors import ConfigError
 
 POLICY = Contender(name="lrfu:50", policy=parse_policy("lrfu:50"))

@@ -16,8 +16,9 @@ import pytest
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import parse_policy
-from tieredemb.cache_hit.run import Contender, Workload, capacity_for, contenders
+from tieredemb.cache_hit.run import Contender, capacity_for, contenders
 from tieredemb.cache_hit.traces import Trace
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.config import LFU, LRU, Policy
 from tieredemb.errors import ConfigError
 from tieredemb.storage.base import RowLayout

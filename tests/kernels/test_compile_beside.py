@@ -20,7 +20,8 @@ import torch
 from numba import typeof
 
 import tieredemb as te
-from tieredemb.kernels import compile_beside, parallel_cpu
+from tieredemb.kernels import compile_beside
+from tieredemb.kernels.parallel_cpu import Pass
 from tieredemb.lookup.history import History
 from tieredemb.lookup.optimizer_cpu import update_calls
 
@@ -248,14 +249,14 @@ def test_what_is_compiled_beside_is_what_updates_call(monkeypatch, optimizer, ro
     foreseen = update_calls(group.cache.hot, group.space, optimizer, group.kept, group.rounding(group.cache.hot.key))
     called = []
 
-    def heard(kernel, job, args):
-        called.append((kernel, tuple(map(typeof, (job, *args)))))
-        if kernel(job, *args):
-            raise MemoryError
+    def heard(one_pass):
+        kernel, args = one_pass.call
+        called.append((kernel, tuple(map(typeof, args))))
+        run(one_pass)
 
-    append = History.append_call
+    append, run = History.append_call, Pass.run
     appended = []
-    monkeypatch.setattr(parallel_cpu, "_run", heard)
+    monkeypatch.setattr(Pass, "run", heard)
     monkeypatch.setattr(History, "append_call", lambda *given: appended.append(append(*given)) or appended[-1])
     for _ in range(2):
         bag(torch.arange(40).view(8, 5)).square().sum().backward()

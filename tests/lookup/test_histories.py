@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import struct
@@ -161,3 +162,93 @@ def test_damaged_history_is_refused_or_read_and_nothing_else(written):
         except ValueError:
             refused += 1
     assert refused > 100
+
+
+# --- tables that have taken the same steps ----------------------------------------------------------------------------
+
+
+def numbers(step, lr=0.1):
+    hyper = hyperparameters(ADAM, {**asdict(ADAM), "lr": lr}, np.array([step]), 1.0)
+    return step, hyper.rate[0], hyper.missed, hyper.terms
+
+
+def taken(history):
+    count = history.steps - history.base + 1
+    return [
+        history.steps,
+        history.base,
+        history.first,
+        *(array[:count].tolist() for array in history.arrays().values()),
+    ]
+
+
+def alone(*rates):
+    (history,) = new_histories(ADAM, 1).of
+    for step, lr in enumerate(rates, start=1):
+        history.append(*numbers(step, lr))
+    return history
+
+
+def test_tables_that_take_the_same_steps_share_what_is_kept_of_them():
+    histories = new_histories(ADAM, 3)
+    for step in range(1, 1500):  # more than there is room for at first
+        histories.append(range(3), *numbers(step))
+    assert histories.shared_by([0, 1, 2]) is histories.of[0]
+    assert [histories.size_bytes(table) > 0 for table in range(3)] == [True, False, False]
+    expected = taken(alone(*[0.1] * 1499))
+    assert all(taken(each) == expected for each in histories.of)
+
+
+def test_a_table_that_takes_a_step_of_its_own_leaves_the_others_theirs():
+    histories = new_histories(ADAM, 3)
+    histories.append(range(3), *numbers(1))
+    histories.append([0, 2], *numbers(2))
+    histories.append([2], *numbers(3, 0.2))
+    assert histories.shared_by([0, 2]) is histories.shared_by([0, 1]) is None
+    expected = [alone(0.1, 0.1), alone(0.1), alone(0.1, 0.1, 0.2)]
+    assert [taken(each) for each in histories.of] == [taken(each) for each in expected]
+    histories.append([1], *numbers(2))
+    histories.append([0, 1], *numbers(3, 0.2))
+    assert [taken(each) for each in histories.of] == [taken(alone(0.1, 0.1, 0.2))] * 3
+    assert histories.shared_by([0, 1, 2]) is None
+    histories.share()  # as once they were read from a file
+    assert histories.shared_by([0, 1, 2]) is histories.of[0]
+
+
+def test_a_step_that_is_told_again_is_taken_once():
+    histories = new_histories(ADAM, 2)
+    for step in (1, 2):
+        histories.append(range(2), *numbers(step))
+        histories.append(range(2), *numbers(step))
+    assert [taken(each) for each in histories.of] == [taken(alone(0.1, 0.1))] * 2
+
+
+@pytest.mark.parametrize("change", ["restart", "take", "append", "copy"])
+def test_a_history_that_becomes_another_one_leaves_those_that_shared_it(change):
+    histories = new_histories(ADAM, 2)
+    for step in (1, 2):
+        histories.append(range(2), *numbers(step))
+    first, second = histories.of
+    if change == "restart":
+        first.restart(2)
+    elif change == "take":
+        first.take(alone(0.3, 0.3, 0.3))
+    elif change == "append":
+        first.append(*numbers(3))
+    else:
+        first = copy.deepcopy(first)
+        first.append(*numbers(3))
+    assert taken(second) == taken(alone(0.1, 0.1))
+    second.append(*numbers(3, 0.2))
+    assert taken(second) == taken(alone(0.1, 0.1, 0.2))
+
+
+def test_histories_that_were_saved_are_shared_when_they_are_read():
+    histories = new_histories(ADAM, 3)
+    for step in (1, 2):
+        histories.append([0, 1], *numbers(step))
+    read = new_histories(ADAM, 3)
+    read.take(read.parsed(StoredBytes(histories.to_bytes()), [2, 2, 0]))
+    assert [taken(each) for each in read.of] == [taken(each) for each in histories.of]
+    assert read.shared_by([0, 1]) is not None
+    assert read.shared_by([1, 2]) is None

@@ -28,11 +28,11 @@ from benchmarks.warm_steps import PATHS
 
 ROWS, IDS = 1000, 10
 LIMITS = {  # Python calls of a warm step, and files that they are in
-    "collection of 4": (143, 25),
-    "4 converted, following Adam": (967, 44),
-    "26 converted, following SGD": (2689, 44),
-    "collection of 4, prefetched": (206, 31),
-    "sharded collection of 4, on 2 ranks": (576, 46),
+    "collection of 4": (130, 25),
+    "4 converted, following Adam": (681, 44),
+    "26 converted, following SGD": (859, 44),
+    "collection of 4, prefetched": (180, 31),
+    "sharded collection of 4, on 2 ranks": (548, 46),
 }
 SLACK = 0.02  # of a limit: this much below it, a count is not yet a new limit
 
@@ -114,14 +114,14 @@ def test_warm_step_stays_in_few_files(warm):
     with torch.no_grad(), Calls() as lookup:
         warm(*batch(3))
     assert 10 <= forward.crossings <= 40
-    assert 5 <= backward.crossings <= 20 + warm.marks
+    assert 5 <= backward.crossings <= 21 + warm.marks
     assert 10 <= lookup.crossings <= 40
 
 
 def test_step_that_brings_rows_stays_in_few_files(warm):
     with Calls() as forward:
         warm(*batch(4)).sum().backward()
-    assert forward.crossings <= 80
+    assert forward.crossings <= 81
 
 
 def test_prefetched_step_stays_in_few_files(warm):
@@ -137,5 +137,5 @@ def test_prefetched_step_stays_in_few_files(warm):
         loss.backward()
     assert following.crossings <= 25  # the plan itself is another thread's
     assert forward.crossings <= 20
-    assert backward.crossings <= 20 + warm.marks
+    assert backward.crossings <= 21 + warm.marks
     steps.close()

@@ -33,7 +33,8 @@ class Forward:
 
     def __init__(self, position, backward_pass, joint=None):
         self.position, self.joint = position, joint
-        self.context = types.SimpleNamespace(backward_pass=backward_pass, check_trainable=lambda: None)
+        updater = types.SimpleNamespace(optimizer=types.SimpleNamespace(is_there=True))
+        self.context = types.SimpleNamespace(backward_pass=backward_pass, check_trainable=lambda: None, updater=updater)
 
     def __del__(self):
         if self.joint is not None:
@@ -109,12 +110,13 @@ class Joint(HostJointCall):
     """A joint call whose rows are zeros. `changed`: whether rows have, since the first forward."""
 
     def __init__(self):
-        self.starts, self.batch, self.released, self.changed = list(range(FORWARDS + 1)), SAMPLES, 0, False
+        self.count, self.batch, self.released, self.changed = FORWARDS, SAMPLES, 0, False
+        self.number, self.is_dense = 0, False
         self._forget_parts()
         self._rows = torch.zeros(FORWARDS, SAMPLES, WIDTH)
 
-    def _is_as_looked_up(self):
-        return not self.changed
+    def _lookup_now(self):
+        return self.changed
 
     def release(self):
         self.released += 1

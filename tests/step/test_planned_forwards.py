@@ -7,53 +7,72 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tieredemb.step.host_joint_call import HostJointCall
 from tieredemb.step.joint_call import PlannedTogether
-from tieredemb.step.planned_forwards import Made, Seen, marks
+from tieredemb.step.planned_forwards import Made
 
 
-def is_same(seen, number, given):
-    return seen.is_same(number, given, marks(given))
+class Waits:
+    """Forwards of these inputs, each in tables of its own, that were planned as one."""
+
+    def __init__(self, *inputs):
+        self.tables = [object() for _ in inputs]
+        contexts = [SimpleNamespace(tables=each) for each in self.tables]
+        self.planned = PlannedTogether(Made(None), list(zip(contexts, inputs, strict=True)))
+
+    def come(self, number, given):
+        """Whether one that comes is taken for that forward."""
+        return self.planned.take(self.tables[number], given) == number
 
 
 def test_inputs_are_known_by_their_memory_form_and_content():
     ids, other, offsets = torch.arange(6), torch.arange(6), torch.arange(3)
-    seen = Seen([(ids, offsets), (other, offsets), (ids,)])
-    assert is_same(seen, 0, (ids, offsets))
-    assert is_same(seen, 1, (other, offsets))
-    assert is_same(seen, 2, (ids,))
-    assert not is_same(seen, 0, (other, offsets))
-    assert not is_same(seen, 0, (ids,))
-    assert not is_same(seen, 2, (ids, None))
-    assert not is_same(seen, 2, (ids.view(2, 3),))
-    assert is_same(seen, 2, (ids.view(6),))
+    waits = Waits((ids, offsets), (other, offsets), (ids,))
+    assert not waits.come(0, (other, offsets))
+    assert not waits.come(0, (ids,))
+    assert not waits.come(2, (ids, None))
+    assert not waits.come(2, (ids.view(2, 3),))
+    assert waits.planned.left == 3
+    assert waits.come(0, (ids, offsets))
+    assert waits.come(1, (other, offsets))
+    assert waits.come(2, (ids.view(6),))
+    assert waits.planned.left == 0
+
+
+def test_a_forward_is_taken_once():
+    ids = torch.arange(6)
+    waits = Waits((ids,), (ids,))
+    assert waits.come(1, (ids,))
+    assert not waits.come(1, (ids,))
+    assert waits.planned.left == 1
 
 
 def test_inputs_that_were_changed_since_are_others():
     ids, offsets = torch.arange(6), torch.arange(3)
-    seen = Seen([(ids, offsets, None)])
-    assert is_same(seen, 0, (ids, offsets, None))
+    waits = Waits((ids, offsets, None))
     ids.add_(1)
-    assert not is_same(seen, 0, (ids, offsets, None))
+    assert not waits.come(0, (ids, offsets, None))
 
 
 def test_what_was_planned_again_is_of_the_content_then():
     ids, offsets = torch.arange(6), torch.arange(3)
-    seen = Seen([(ids, offsets)])
+    waits = Waits((ids, offsets))
     ids.add_(1)
-    again = seen.again()
-    assert is_same(again, 0, (ids, offsets))
-    assert not is_same(seen, 0, (ids, offsets))
+    again = waits.planned.again(object.__new__(HostJointCall))
+    assert not waits.come(0, (ids, offsets))
+    waits.planned = again
+    assert waits.come(0, (ids, offsets))
     ids.add_(1)
-    assert not is_same(again, 0, (ids, offsets))
+    waits.planned = again.again(object.__new__(HostJointCall))
+    ids.add_(1)
+    assert not waits.come(0, (ids, offsets))
 
 
 def test_inputs_made_in_inference_mode_are_known_by_their_memory():
     with torch.inference_mode():
         ids = torch.arange(6)
-    seen = Seen([(ids,)]).again()
-    assert is_same(seen, 0, (ids,))
-    with torch.inference_mode():
-        assert not is_same(seen, 0, (ids.clone(),))
+        assert not Waits((ids,)).come(0, (ids.clone(),))
+    assert Waits((ids,)).come(0, (ids,))
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -75,6 +94,6 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
 
     context = SimpleNamespace(tables=object())
     planned = PlannedTogether(Made(Joint()), [(context, (ids,))])
-    number = planned.find(context.tables, (ids,), marks((ids,)))
+    number = planned.take(context.tables, (ids,))
     assert planned.call_of(number) == ((0, context, (ids,)) if arrives else None)
     assert asked == (["complete", "share"] if arrives else ["complete", "release"])

@@ -12,8 +12,9 @@ from tieredemb.cache_hit.division import DividedWorkload, best_division
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import POLICY_HELP, capacity_bytes, capacity_rows, parse_policy, words
 from tieredemb.cache_hit.report import Divided, division_table, heading, hit_rate_table, target_table, write_csv
-from tieredemb.cache_hit.run import Contender, HitRate, Workload, capacity_for, contenders, side_by_side, sweep
+from tieredemb.cache_hit.run import Contender, HitRate, capacity_for, contenders, side_by_side, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.errors import ConfigError
 from tieredemb.progress import Advance, progress
 

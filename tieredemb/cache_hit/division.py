@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tieredemb.cache_hit.run import Contender, HitRate, Workload, side_by_side
+from tieredemb.cache_hit.run import Contender, HitRate, side_by_side
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.errors import ConfigError
 from tieredemb.progress import Advance
 

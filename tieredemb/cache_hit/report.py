@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tieredemb.cache_hit.division import hit_rate
-from tieredemb.cache_hit.run import HitRate, Workload
+from tieredemb.cache_hit.run import HitRate
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.errors import ConfigError
 
 CSV_FIELDS = (

@@ -9,16 +9,14 @@ where no two rows are equal in score and last batch; of equal rows any may leave
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tieredemb.cache.policy import scoring
+from tieredemb.cache_hit.workload import Workload
 from tieredemb.config import Policy
 from tieredemb.progress import Advance
-
-if TYPE_CHECKING:
-    from tieredemb.cache_hit.run import Workload
 
 USES_PER_CALL = 1 << 20  # an interrupt waits for a call to end: some tenths of a second
 NO_SLOT, NO_ROW, NEVER = -1, -1, -(2**31)

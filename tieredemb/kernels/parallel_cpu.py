@@ -49,7 +49,9 @@ def parallel_for(kernel: Callable[..., int], bounds: list[int], *args: Any) -> N
     The calling thread takes part. An exception that comes amid the call, an interrupt for one, comes before all of the
     ranges or after them.
     """
-    _run(kernel, _job(_who(bounds), bounds), args)
+    who = _NOBODY if len(bounds) == 2 else _who(bounds)
+    if kernel(_job(who, bounds), *args):
+        raise _no_memory()
 
 
 def _job(who: tuple[int, int, int], bounds: list[int]) -> Any:
@@ -58,13 +60,12 @@ def _job(who: tuple[int, int, int], bounds: list[int]) -> Any:
 
 
 def _who(bounds: list[int]) -> tuple[int, int, int]:
-    helpers = min(len(bounds) - 1, num_threads()) - 1 if len(bounds) > 2 else 0
-    return called(helpers) if helpers else _NOBODY
+    helpers = min(len(bounds) - 1, num_threads()) - 1
+    return called(helpers) if helpers > 0 else _NOBODY
 
 
-def _run(kernel: Callable[..., int], job: Any, args: tuple[Any, ...]) -> None:
-    if kernel(job, *args):
-        raise MemoryError("a CPU kernel did not get the memory that it works in")
+def _no_memory() -> MemoryError:
+    return MemoryError("a CPU kernel did not get the memory that it works in")
 
 
 class Pass:
@@ -90,8 +91,10 @@ class Pass:
 
     def run(self) -> None:
         """Runs what was not run before, as `parallel_for` does."""
-        self._job[:_WHO] = _who(self._bounds)  # of the thread that runs it
-        _run(self._kernel, self._job, self._args)
+        if len(self._bounds) > 2:
+            self._job[:_WHO] = _who(self._bounds)  # of the thread that runs it
+        if self._kernel(self._job, *self._args):
+            raise _no_memory()
 
 
 def over_ranges(function: Callable[..., None]) -> Any:

@@ -414,12 +414,12 @@ class DeviceLookup:
         past: torch.Tensor,
         steps: torch.Tensor,
         *,
-        only: int = 0,
+        only: int = -1,
         tables: torch.Tensor | None = None,
     ) -> None:
         """Brings every row of `segments` to the `steps` (int64 (T,)) that were taken and marks those that it changes
-        dirty; none after a fault. For dense optimizers: `past` is their history's. Of features apart, the rows of
-        feature `only`; `tables` as of `update`."""
+        dirty; none after a fault. For dense optimizers: `past` is their history's. `only`: of features apart those of
+        one alone, where it is not negative; `tables` as of `update`."""
         bring = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
         bring(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,

@@ -12,11 +12,12 @@ compared with what it has to be before memory is allocated for it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tieredemb.config import StepTerms
 from tieredemb.lookup.history import History
 from tieredemb.lookup.history_archive import is_archive, parts_of
 
@@ -81,6 +82,38 @@ class Histories:
     def __init__(self, of: Sequence[History]) -> None:
         self.of = tuple(of)
 
+    def append(self, tables: Iterable[int], step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
+        """Keeps a step that `tables` take; see `History.append`."""
+        alike: dict[int, list[History]] = {}
+        for each in self.of if len(self.of) == 1 else [self.of[table] for table in tables]:
+            alike.setdefault(id(each.rates), []).append(each)
+        for first, *others in alike.values():
+            first.append_to_all(others, step, rate, numbers, terms)
+
+    def shared_by(self, tables: Sequence[int]) -> History | None:
+        """That of tables which have taken the same steps, and share its arrays; None of others."""
+        first = self.of[tables[0]]
+        for table in tables:
+            if self.of[table].rates is not first.rates:
+                return None
+        return first
+
+    def share(self) -> None:
+        """Those that have taken the same steps share their arrays from here on."""
+        apart: list[History] = []
+        for each in self.of:
+            alike = next((other for other in apart if each.is_as(other)), None)
+            if alike is None:
+                apart.append(each)
+            elif each.rates is not alike.rates:
+                each.share(alike)
+
+    def size_bytes(self, table: int) -> int:
+        """Bytes of that of a table, where it is the first to have its arrays; else 0."""
+        each = self.of[table]
+        is_first = all(other.rates is not each.rates for other in self.of[:table])
+        return each.size_bytes() if is_first else 0
+
     def to_bytes(self) -> bytes:
         """All of them, as a file holds them."""
         parts: list[bytes] = []
@@ -105,6 +138,7 @@ class Histories:
         """Takes over all that those of the same optimizer and tables know."""
         for each, theirs in zip(self.of, other.of, strict=True):
             each.take(theirs)
+        self.share()
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ A row whose state is zeros, as before its first gradient, moves by nothing but d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _FIRST_ROOM = 1024  # steps
+_ARRAYS = ("rates", "numbers", "sums", "ends", "logs", "coupled")  # by step
+_SHARED = (*_ARRAYS, "windows", "first", "steps", "base", "sharers")
 
 
 class CopiedRows(NamedTuple):
@@ -46,8 +49,9 @@ class CopiedRows(NamedTuple):
 
 
 class History:
-    """The steps of the tables of one key space, from 1; `steps`: how many were taken · `base`: the earliest that a row
-    may stand at · `count_of_numbers`: N below.
+    """The steps of one table, or of tables that take all of them together, from 1; `steps`: how many were taken ·
+    `base`: the earliest that a row may stand at · `count_of_numbers`: N below. Tables that have taken the same steps
+    one by one have a history each, whose arrays are the same: those of `sharers`.
 
     Arrays by step less `base`, with room for more than were taken: `rates`, float32 (·), and `numbers`, float32
     (·, N), what rows that missed the step replay it by · `sums`, float32 (·, `SUMS`): total, mean point and moments of
@@ -71,6 +75,34 @@ class History:
         self.first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
         self.windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
         self._make(_FIRST_ROOM)
+        self.sharers = weakref.WeakSet([self])
+
+    def share(self, other: History) -> None:
+        """Has the arrays of another one, which has taken the same steps."""
+        before = self.sharers
+        other.sharers.add(self)  # first: who is named there and has other arrays does no harm
+        self.__dict__.update({name: other.__dict__[name] for name in _SHARED})
+        if before is not self.sharers:
+            before.discard(self)
+
+    def _leave(self) -> None:
+        """Once it has arrays of its own."""
+        before, self.sharers = self.sharers, weakref.WeakSet([self])
+        before.discard(self)
+
+    def part(self) -> None:
+        """Has arrays of its own."""
+        if len(self.sharers) > 1:
+            self.windows, self.first = self.windows.copy(), [*self.first]
+            self._make(len(self.rates), self.arrays())
+            self._leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "sharers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.sharers = weakref.WeakSet([self])
 
     def _make(self, room: int, old: Mapping[str, Array] | None = None) -> None:
         """Makes the arrays anew, with room for so many entries; with those of `old` arrays first. All of them change as
@@ -90,9 +122,23 @@ class History:
 
     def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
         """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
-        and its terms. Of a step that it has it takes no notice."""
-        if step <= self.steps:
-            return
+        and its terms. Of a step that it has it takes no notice. Those who share its arrays do not take it."""
+        if step > self.steps:
+            self.part()
+            self._append(step, rate, numbers, terms)
+
+    def append_to_all(
+        self, others: Sequence[History], step: int, rate: float, numbers: Sequence[float], terms: StepTerms
+    ) -> None:
+        """The same for it and `others` that share its arrays, and go on sharing them."""
+        if step > self.steps:
+            if len(self.sharers) > len(others) + 1:
+                self.part()
+            self._append(step, rate, numbers, terms)
+        for each in others:
+            each.share(self)
+
+    def _append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
         if step != self.steps + 1:
             raise ValueError(f"step {step} does not follow step {self.steps}")
         at = step - self.base
@@ -120,13 +166,15 @@ class History:
         """Forgets all steps: every row stands at `step`."""
         self.steps = self.base = step
         self.first = [0, 0]
-        self.windows[:] = 0
+        self.windows = np.zeros((2, WINDOW, ENTRY))
         self._make(_FIRST_ROOM)
+        self._leave()
 
     def load(self, arrays: Mapping[str, Array], windows: Array, *, base: int, steps: int, first: Sequence[int]) -> None:
         """Takes over what `arrays()` and the attributes of another history were: `steps` − `base` + 1 entries."""
         taken = steps - base + 1
         self._make(max(_FIRST_ROOM, 2 * taken))
+        self._leave()
         for name, array in arrays.items():
             getattr(self, name)[:taken] = array[:taken]
         self.windows = np.array(windows)
@@ -150,9 +198,20 @@ class History:
         stop = self.steps if until is None else until
         return stop, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
 
+    def is_as(self, other: History) -> bool:
+        """Whether it has taken the same steps as another one."""
+        if self.rates is other.rates:
+            return self.steps == other.steps
+        if (self.steps, self.base, self.first) != (other.steps, other.base, other.first):
+            return False
+        taken = self.steps - self.base + 1
+        pairs = [(self.windows, other.windows)]
+        pairs += [(getattr(self, name)[:taken], getattr(other, name)[:taken]) for name in _ARRAYS]
+        return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
+
     def arrays(self) -> dict[str, Array]:
         """All arrays by step."""
-        return {name: getattr(self, name) for name in ("rates", "numbers", "sums", "ends", "logs", "coupled")}
+        return {name: getattr(self, name) for name in _ARRAYS}
 
     def size_bytes(self) -> int:
         return self.windows.nbytes + sum(array.nbytes for array in self.arrays().values())

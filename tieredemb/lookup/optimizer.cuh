@@ -337,7 +337,8 @@ __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lan
 }
 
 // Brings every row of a batch to the steps that were taken, once each. A refused batch (a fault) changes none. Where
-// features are tables that take steps of their own: the rows of feature `only`, one of `tables` (`table_of`).
+// features are tables that take steps of their own, those of `tables` (`table_of`): the rows of feature `only`, or of
+// all where that is negative.
 extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     const Work *work, const Item *items, const Long *longs, const Fault *fault, int only, const int *tables,
     const Past *past, const i64 *steps, row_t *weight, float *state, row_t *away_weight, float *away_state,
@@ -345,19 +346,15 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     wait_for_prior_kernel();
     if (fault->id | fault->offset) return;
     const Rows rows{weight, state, away_weight, away_state, records};
-    const int own = own_of(table_of(only, tables));
-    const Past so_far = past[own];
-    const i64 now = steps[own];
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
-    for (i64 w = thread_index() / LANES; w < work->items; w += groups)
-        if (!IS_APART || items[w].feature == only)
-            row_catch_up(rows, items[w].home, lane, so_far, now, dirty,
-                         drawn_of(draws, items[w].home, items[w].feature));
-    for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
-        if (!IS_APART || longs[w].feature == only)
-            row_catch_up(rows, longs[w].home, lane, so_far, now, dirty,
-                         drawn_of(draws, longs[w].home, longs[w].feature));
+    for (i64 w = thread_index() / LANES; w < work->items + work->longs; w += groups) {
+        const int home = w < work->items ? items[w].home : longs[w - work->items].home;
+        const int feature = w < work->items ? items[w].feature : longs[w - work->items].feature;
+        if (IS_APART && only >= 0 && feature != only) continue;
+        const int own = own_of(table_of(feature, tables));
+        row_catch_up(rows, home, lane, past[own], steps[own], dirty, drawn_of(draws, home, feature));
+    }
 }
 
 // Takes a row from step `last` to step `until`, and stores it. These are steps that a row takes one by one.

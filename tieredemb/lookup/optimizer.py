@@ -166,5 +166,6 @@ def new_history(optimizer: OptimizerConfig | None) -> History | None:
 def new_histories(optimizer: OptimizerConfig | None, count: int) -> Histories | None:
     """`count` of them; None where there is none."""
     made = [new_history(optimizer) for _ in range(count)]
-    histories = [each for each in made if each is not None]
-    return Histories(histories) if histories else None
+    histories = Histories([each for each in made if each is not None])
+    histories.share()  # of tables that have taken no step yet
+    return histories if histories.of else None

@@ -34,7 +34,7 @@ from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.lookup.bags import KeySpace
-    from tieredemb.lookup.history import History
+    from tieredemb.lookup.history import CopiedRows, History
 
     Array = np.ndarray[Any, Any]
 
@@ -74,6 +74,12 @@ class CountedPass(Pass):
     @property
     def replayed(self) -> int:
         return int(self._replayed.sum())
+
+    def replayed_by(self, starts: Array) -> list[int]:
+        """The same of parts that begin at `starts`, int64 (T,), where ranges do, too."""
+        sums = np.concatenate([[0], np.cumsum(self._replayed)])
+        found: list[int] = np.diff(np.append(sums[starts], sums[-1])).tolist()
+        return found
 
 
 def walked(homes: Array, segments: Segments, gradient: Gradient, space: KeySpace) -> tuple[Any, ...]:
@@ -120,14 +126,30 @@ def update(
 
 
 def catch_up(
-    hot: Any, slots: Array, history: History, rounding: Any = NEAREST, *, until: int | None = None
+    hot: Any,
+    slots: Array,
+    history: History,
+    rounding: Any = NEAREST,
+    *,
+    until: int | None = None,
+    starts: Array | None = None,
 ) -> CountedPass:
     """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history`, or to that of
-    `until`, and marks those that it changes dirty."""
+    `until`, and marks those that it changes dirty. `starts`: where parts begin that are counted by themselves."""
     until = history.steps if until is None else until
     dense = (hot.state, history.past(until), until, rounding)
-    kernel = _kernels(history.recipe).rows_catch_up
-    return CountedPass(kernel, even_bounds(len(slots), 512), slots, hot.weight, hot.state.view(F), hot.dirty, dense)
+    kernel, bounds = _kernels(history.recipe).rows_catch_up, even_bounds(len(slots), 512)
+    if starts is not None:
+        bounds = sorted({*bounds, *starts.tolist()})
+    return CountedPass(kernel, bounds, slots, hot.weight, hot.state.view(F), hot.dirty, dense)
+
+
+def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:
+    """Its `run` writes copies of the rows in `slots` (int32 (U,), distinct) of `hot`, those that are marked, to where
+    they were copied from, and marks them there."""
+    weights, states = (array.view(np.uint8) for array in (hot.weight, hot.state))
+    copies = rows.weight.view(np.uint8), rows.state.view(np.uint8), rows.dirty
+    return Pass(rows_put_back, even_bounds(len(slots), 4096), slots, copies, weights, states, hot.dirty)
 
 
 def update_calls(
@@ -341,6 +363,20 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         dirty[homes[u]] = 1
     keep(scratch)
     return replayed
+
+
+@over_ranges
+def rows_put_back(lo, hi, slots, copies, weight, state, dirty):
+    """Marked rows lo … hi − 1. Moves their bytes once each way."""
+    from_weight, from_state, marked = copies
+    for i in range(lo, hi):
+        if marked[i]:
+            s = slots[i]
+            for d in range(weight.shape[1]):
+                weight[s, d] = from_weight[i, d]
+            for d in range(state.shape[1]):
+                state[s, d] = from_state[i, d]
+            dirty[s] = 1
 
 
 @inline

@@ -27,7 +27,7 @@ from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step import data_parallel as data_parallel  # listens for it
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import CallContext, inside_backward
+from tieredemb.step.call import inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
@@ -56,7 +56,7 @@ class TieredModule(LookupModule):
         self._connect()
 
     def _connect(self) -> None:
-        self._context = self.engine.context(self.options)
+        self.call_context = self.engine.context(self.options)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
         self._table_parameters = {self._weight_key(each.table): each for each in self.engine.table_parameters}
@@ -179,19 +179,7 @@ class TieredModule(LookupModule):
         """Pools a batch: (B, ΣD)."""
         if LISTENERS and not inside_backward():
             tell(self, batch, trains=torch.is_grad_enabled() and self.trains)
-        return self.engine.lookup(batch, self._context, self._hook if self.trains else self._hook.detach())
-
-    def _planned(self, *given: torch.Tensor) -> torch.Tensor | None:
-        """The output of a forward that was planned for what it is `given`, which was checked with that; None where it
-        was not, and is to be looked up."""
-        if not self.engine.planned.waiting or LISTENERS or inside_backward():
-            return None
-        if torch._C._are_functorch_transforms_active():
-            return None  # which is to be refused, as is what is no tensor
-        for part in given:
-            if not isinstance(part, torch.Tensor):
-                return None
-        return self.engine.lookup_planned(given, self._context, self._hook if self.trains else self._hook.detach())
+        return self.engine.lookup(batch, self.call_context, self._hook if self.trains else self._hook.detach())
 
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
@@ -208,17 +196,12 @@ class TieredModule(LookupModule):
         """See `LookupModule`."""
         trains = trains and self.trains
         return self.engine.plan_ahead(
-            executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory
+            executor, inputs, self._batch, self.call_context, trains=trains, ages=ages, memory=memory
         )
 
     def batch_of(self, given: Given) -> Batch:
         """What a forward will look up, from what it will be given. Raises `InvalidInputError`."""
         return self._batch(*given)
-
-    @property
-    def call_context(self) -> CallContext:
-        """What its calls need."""
-        return self._context
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the
@@ -408,7 +391,7 @@ class TieredModule(LookupModule):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_context"], state["_hook"], state["_table_parameters"]
+        del state["call_context"], state["_hook"], state["_table_parameters"]
         return {"engine": state.pop("engine"), **state}  # with it its parameters, before those of the module are met
 
     def __setstate__(self, state: dict[str, Any]) -> None:

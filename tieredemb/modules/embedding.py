@@ -11,6 +11,7 @@ from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
+from tieredemb.modules.forwards import LISTENERS
 from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import given_rows, pretrained_arguments
@@ -99,7 +100,9 @@ class TieredEmbedding(OneTable):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing."""
-        rows = self._planned(input)
+        rows = None
+        if self.engine.planned.waiting and not LISTENERS:
+            rows = self.engine.lookup_planned((input,), self._hook, trains=self.trains)
         if rows is None:
             rows = self._lookup(self._batch(input))
         return rows.reshape(*input.shape, self.embedding_dim)

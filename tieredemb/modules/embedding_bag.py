@@ -12,6 +12,7 @@ from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
+from tieredemb.modules.forwards import LISTENERS
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, widened
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import given_rows, pretrained_arguments
@@ -160,8 +161,9 @@ class TieredEmbeddingBag(OneTable):
         `per_sample_weights`: of the ids' shape and the outputs' dtype, for mode "sum". Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing.
         """
-        if per_sample_weights is None:
-            found = self._planned(input) if offsets is None else self._planned(input, offsets)
+        if per_sample_weights is None and self.engine.planned.waiting and not LISTENERS:
+            given = (input,) if offsets is None else (input, offsets)
+            found = self.engine.lookup_planned(given, self._hook, trains=self.trains)
             if found is not None:
                 return found
         return self._lookup(self._batch(input, offsets, per_sample_weights))

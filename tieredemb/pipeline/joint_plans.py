@@ -17,14 +17,14 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, Waiting, forms
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, Waiting
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.joint_call import JointCall
-    from tieredemb.tables.table_set import Place
+    from tieredemb.tables.table_set import Place, Placed
 
 Unit = list[LookupSpec]
 PlannedUnit = tuple[PlannedForwards, Waiting]  # what was planned, and among what it waits
@@ -35,17 +35,18 @@ class Units:
     """The units of batches, of which one is looked up in the modules in which the last one was."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[LookupModule, bool, weakref.ref[Place]]] = []
+        self._of: list[tuple[LookupModule, bool]] = []
+        self._where: list[tuple[Placed, weakref.ref[Place]]] = []  # the tables were then
         self._positions: list[list[int]] = []
 
     def of(self, lookups: Sequence[LookupSpec]) -> list[Unit]:
         """The units of one batch, in the order of their first forwards; in each that of the tables."""
-        now = [
-            (module, trains and module.is_trainable, weakref.ref(module.tables.placed.now))
-            for module, _, trains in lookups
-        ]
-        if now != self._of:
-            self._positions, self._of = _units([(module, trains) for module, trains, _ in now]), now
+        now = [(module, trains) for module, _, trains in lookups]
+        if now != self._of or any(placed.now is not there() for placed, there in self._where):
+            of_tables = dict.fromkeys(module.tables.whole.placed for module, _ in now)
+            self._where = [(placed, weakref.ref(placed.now)) for placed in of_tables]
+            self._positions = _units([(module, trains and module.is_trainable) for module, trains in now])
+            self._of = now
         return [[lookups[position] for position in positions] for positions in self._positions]
 
 
@@ -141,25 +142,28 @@ def _plan_joint(
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself."""
     from tieredemb.step.joint_call import PlannedTogether, joint_context, known_context
-    from tieredemb.step.joint_form import JointForm, may_join
+    from tieredemb.step.joint_form import JointForm, form_key, may_join
 
-    modules = [cast("TieredModule", lookup.module) for lookup in unit]
-    tables = [cast("Member", module.tables) for module in modules]
-    pool, numbers, options = tables[0].pool, tuple([each.number for each in tables]), modules[0].options
-    inputs = [lookup.given for lookup in unit]
-    shown = tuple([forms(given) for given in inputs])
+    first, numbers, inputs, forwards = cast("TieredModule", unit[0].module), [], [], []
+    for module, given, _ in unit:
+        module = cast("TieredModule", module)
+        numbers.append(cast("Member", module.engine.tables).number)
+        inputs.append(given)
+        forwards.append((module.call_context, given))
+    tables, shown = cast("Member", first.engine.tables), form_key(inputs)
     try:
-        context = known_context(pool, numbers, options)
+        context = known_context(tables.pool, tuple(numbers), first.options)
         form = None if context is None else context.form_of(shown)
         if context is None or form is None:
-            batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
-            context = joint_context(pool, numbers, options) if may_join(batches) else None
+            batches = [cast("TieredModule", module).batch_of(given) for module, given, _ in unit]
+            context = joint_context(tables.pool, tuple(numbers), first.options) if may_join(batches) else None
             if context is None:
                 return False
             form = JointForm(batches)
             context.keep_form(shown, form)
-        call = _joint_call_type(context.tables.config.device.type)(context, form)
-        trains, may_exceed = unit[0].trains and modules[0].is_trainable, modules[0].engine.may_exceed_bags
+        device = tables.pool.placed.now.config.device
+        call = _joint_call_type(device.type)(context, form)
+        trains, may_exceed = unit[0].trains and first.is_trainable, first.engine.may_exceed_bags
 
         def plan() -> JointCall:
             call.plan(
@@ -169,16 +173,14 @@ def _plan_joint(
             return call
 
         if executor is not None and executor.apart:
-            tables[0].groups[0].cache.let_go()
+            tables.groups[0].cache.let_go()
             future = executor.submit(plan)
         else:
-            with on_device(context.tables.config.device):
+            with on_device(device):
                 future = Made(plan())
     except (TieredEmbError, RuntimeError):
         return False
-    among = unit[0].module.planned
-    forwards = [(module.call_context, given) for module, given in zip(modules, inputs, strict=True)]
-    planned = PlannedTogether(future, forwards, shown)
+    among, planned = first.planned, PlannedTogether(future, forwards)
     made.append((among, planned))
     among.add(planned)
     return True

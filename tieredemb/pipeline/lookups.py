@@ -56,10 +56,16 @@ class Learned:
     forwards: tuple[tuple[LookupModule, Inputs, bool], ...]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
-        def given(inputs: Inputs) -> Given:
-            return tuple(part.of(batch) if isinstance(part, InBatch) else part for part in inputs)
-
-        return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
+        found = []
+        for module, inputs, trains in self.forwards:
+            given: list[torch.Tensor | Places] = []
+            for part in inputs:
+                if isinstance(part, InBatch):
+                    is_whole = part.view is None and part.shape is None
+                    part = resolve(batch, part.path) if is_whole else part.of(batch)
+                given.append(part)
+            found.append(LookupSpec(module, tuple(given), trains))
+        return found
 
 
 def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:

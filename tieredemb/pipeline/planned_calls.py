@@ -132,7 +132,8 @@ class PlannedCalls:
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """It has ended well."""
-        if not torch.compiler.is_compiling():
+        call = getattr(self._now, "call", None)
+        if call is not None and call.seen is not None and not torch.compiler.is_compiling():
             self._learn((args, kwargs))
 
     def ended(self, *_: object) -> None:
@@ -164,8 +165,9 @@ class PlannedCalls:
 
     @untraced
     def _learn(self, given: Any) -> None:
-        call: _Call | None = getattr(self._now, "call", None)
-        if call is None or call.seen is None or len(call.seen) == MOST_SEEN:
+        call: _Call = self._now.call
+        assert call.seen is not None
+        if len(call.seen) == MOST_SEEN:
             return
         tensors = [part for lookup in call.seen for part in lookup.given if isinstance(part, torch.Tensor)]
         if not tensors or any(part.numel() == 0 for part in tensors):

@@ -32,6 +32,7 @@ class Following:
         self._states = states
         self._optimizer: torch.optim.Optimizer | None = None
         self.in_state_dict = True
+        self.cache_key: Hashable = id(self)
         self._loading: dict[int, LoadedState] | None = None
 
     # --- following --------------------------------------------------------------------------------------------------
@@ -99,20 +100,12 @@ class Following:
 
     # --- steps: those of each width are told of by themselves -------------------------------------------------------
 
-    @property
-    def is_due(self) -> bool:
-        """See `Follower`."""
-        return False
-
     def check_options_now(self) -> None:
         """See `Follower`."""
 
-    def check_step(self) -> None:
+    def check_step(self) -> bool:
         """See `Follower`."""
-
-    def together_with(self) -> Hashable:
-        """See `Follower`."""
-        return id(self)
+        return False
 
     def step(self, others: Sequence[Any]) -> None:
         """See `Follower`. It is never due."""

@@ -39,6 +39,8 @@ def in_forward_order(collected: Collected) -> Collected:
     if len(collected) < 2:
         return collected
     numbers = [call.number for call, _ in collected]
+    if numbers == sorted(numbers):
+        return collected
     return [collected[at] for at in sorted(range(len(numbers)), key=numbers.__getitem__)]
 
 
@@ -118,18 +120,20 @@ class Call(abc.ABC):
     """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
     the forward comes and it is started. `batch`: B, its samples."""
 
+    number = -1  # in the order of forwards, once it has started
+    joint: Any = None  # the `JointCall` that it is a part of
+    consumed = False
+    requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
+    # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
+    within: weakref.ref[_CollectedCalls] | None = None
+    keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
+    # on a GPU: where rows of ids that are picked are written, none of which is returned then
+    rows_to: RowSpread | None = None
+
     def __init__(self, context: CallContext, batch: int) -> None:
-        self.number = -1  # in the order of forwards, once it has started
         self.context = context
         self.batch = batch
         self.parts: list[Any] = []  # what each group that is planned holds of it
-        self.consumed = False
-        self.requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
-        # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
-        self.within: weakref.ref[_CollectedCalls] | None = None
-        self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
-        # on a GPU: where rows of ids that are picked are written, none of which is returned then
-        self.rows_to: RowSpread | None = None
 
     @abc.abstractmethod
     def plan(
@@ -215,11 +219,6 @@ class Call(abc.ABC):
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         """Takes an optimizer step in which no row has a gradient."""
 
-    def joint_output(self, hook: torch.Tensor) -> torch.Tensor | None:
-        """Of a forward that is looked up together with others, and was started: its output, of one autograd node with
-        theirs; None where it is to be looked up by itself. `hook`: see `LookupFunction`."""
-        return None
-
     def release(self) -> None:
         for part in self.parts:
             part.ticket.release()
@@ -255,6 +254,18 @@ class LookupFunction(torch.autograd.Function):
             return _backward_untraced(ctx, grad)
         # a backward that builds no graph of itself is spared what refuses to differentiate it
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def release_all(calls: Sequence[Any]) -> None:
+    """Releases calls and uses of whole tables, the parts of one joint call as one."""
+    of_joint: dict[Any, list[Call]] = {}
+    for call in calls:
+        if isinstance(call, Call) and call.joint is not None:
+            of_joint.setdefault(call.joint, []).append(call)
+        else:
+            call.release()
+    for joint, parts in of_joint.items():
+        joint.release_parts(parts)
 
 
 def check_backward(call: Call) -> None:

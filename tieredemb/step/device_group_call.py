@@ -129,8 +129,8 @@ class DeviceGroupCall:
         return call
 
     def catch_up(self, fault: torch.Tensor, only: int | None = None) -> None:
-        """Brings the rows of this forward to the steps that were taken, of a dense optimizer: where it is one of tables
-        that take steps of their own, those of table number `only` among them."""
+        """Brings the rows of this forward to the steps that were taken, of a dense optimizer. `only`: of tables that
+        take steps of their own those of one, by its number among them."""
         self.join()
         group, cache, past = self.group, self.group.cache, self.group.past
         assert past is not None
@@ -138,8 +138,9 @@ class DeviceGroupCall:
             segments = self._looked_up()
             overflow = cache.overflow([self.ticket])
             group.lookup.catch_up(
-                cache.hot, overflow, segments, fault, past, group.device_steps, only=only or 0, tables=group.tables
-            )
+                cache.hot, overflow, segments, fault, past, group.device_steps, only=-1 if only is None else only,
+                tables=group.tables,
+            )  # fmt: skip
         self._is_caught_up = only is None
 
     def _looked_up(self) -> Segments:

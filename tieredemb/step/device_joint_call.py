@@ -10,7 +10,7 @@ import torch
 from tieredemb.cache.tickets import TicketShare
 from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.device_bags import DeviceBags, join_edges
-from tieredemb.step.call import NUMBERS, CallContext
+from tieredemb.step.call import CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
@@ -40,13 +40,6 @@ class DeviceJointCall(JointCall, DeviceCall):
     def share(self, position: int, context: CallContext, given: Given) -> DevicePartCall:
         return DevicePartCall(self, position, context)
 
-    def catch_up_part(self, position: int) -> None:
-        """Brings the rows of one of the forwards to the steps that its table has taken, of a dense optimizer: those of
-        others may never come, and rows that no forward has asked for stay behind."""
-        self.follow()
-        (whole,) = self.parts
-        whole.catch_up(self.memory.fault, position)
-
     def begin_alone(self) -> None:
         self.source = None
         self._tell()
@@ -60,6 +53,11 @@ class DeviceJointCall(JointCall, DeviceCall):
     def _lookup_now(self) -> Hashable:
         cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
         return cache.rows_version, stream, torch.is_inference_mode_enabled()
+
+    def _catch_up_all(self) -> bool:
+        self.follow()
+        self.parts[0].catch_up(self.memory.fault)
+        return True
 
     def _looked_up(self) -> torch.Tensor:
         if self._rows is None and self.source is None:
@@ -76,13 +74,10 @@ class DeviceJointCall(JointCall, DeviceCall):
 class DevicePartCall(PartCall, DeviceCall):
     """See `PartCall`."""
 
-    joint: DeviceJointCall  # type: ignore[assignment]
+    joint: DeviceJointCall
+    tells_later = False
     _parts: list[DeviceGroupCall]
     _made_on = 0  # the stream that it got a part of its own on
-
-    def __init__(self, joint: DeviceJointCall, position: int, context: CallContext) -> None:
-        super().__init__(joint, position, context)
-        self.tells_later = False
 
     @property
     def memory(self) -> CallMemory:  # type: ignore[override]
@@ -119,11 +114,10 @@ class DevicePartCall(PartCall, DeviceCall):
     def arrive(self) -> None:
         self.joint.arrive()
 
-    def start(self, *, trains: bool) -> None:
-        self.number = next(NUMBERS)
-        self.joint.begin()
-        if trains and self.context.is_dense:
-            self.joint.catch_up_part(self.position)
+    def catch_up(self) -> None:
+        self.joint.follow()  # rows of other forwards, which may never come, stay behind
+        (whole,) = self.joint.parts
+        whole.catch_up(self.memory.fault, self.position)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         if self.keeps_rows:

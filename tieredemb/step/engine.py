@@ -29,9 +29,11 @@ from tieredemb.step.call import (
     Collected,
     in_forward_order,
     inside_backward,
+    release_all,
 )
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
+from tieredemb.step.joint_call import catch_up_lagging
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
@@ -159,70 +161,77 @@ class Engine:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, batch: Batch | None, context: CallContext, hook: torch.Tensor, planned: Call | None = None
-    ) -> torch.Tensor:
+    def lookup(self, batch: Batch, context: CallContext, hook: torch.Tensor) -> torch.Tensor:
         """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
-        rows · `planned`: the call, where it was planned ahead and taken; the batch is None then."""
-        recomputed = planned is None and inside_backward()
+        rows."""
+        recomputed = inside_backward()
         within = context.backward_pass.touch() if recomputed else None
-        trains, weights = hook.requires_grad, None if batch is None else batch.weights
+        trains, weights = hook.requires_grad, batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
             if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
                 _check_world_size()
-            make = functools.partial(
-                self.begin, batch, context, planned, trains=trains, recomputed=recomputed, within=within
-            )
-            if planned is not None:
-                call = make()
-                output = call.joint_output(hook)
-                if output is not None:
-                    return output
-                make = functools.partial(_itself, call)
+            make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
-            leaf = hook.detach().requires_grad_() if trains else hook
-            return LOOKUP(leaf, weights, make)
-        call = self.begin(batch, context, planned, trains=False, recomputed=recomputed, within=within)
+            return LOOKUP(hook.detach().requires_grad_() if trains else hook, weights, make)
+        call = self.begin(batch, context, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
 
-    def lookup_planned(self, given: Given, context: CallContext, hook: torch.Tensor) -> torch.Tensor | None:
+    def lookup_planned(self, given: tuple[Any, ...], hook: torch.Tensor, *, trains: bool) -> torch.Tensor | None:
         """The same of a batch that was planned ahead for these very tensors, as it was checked then; None where there
-        is none. Not inside a backward, where a forward is one of before."""
+        is none, and for what is to be refused. Inside a backward a forward is one of before, which was not planned.
+        `trains`: whether a backward is to update rows."""
+        if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
+            return None
+        for part in given:
+            if not isinstance(part, torch.Tensor):
+                return None
+        if hook.is_cuda:
+            self.tables.placed.now.check_earlier()
+        trains = trains and torch.is_grad_enabled()
+        if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
+            _check_world_size()
+        call = self.planned.take(self.tables, given)
+        if call is None:
+            return None
+        if self.tables.step_time is not None:
+            self.tables.step_time.looked_up(self.tables, call)
+        if not trains:
+            try:
+                call.start(trains=False)
+                return call.pool(None, differentiable=False)
+            finally:
+                call.release()
+        leaf = hook.detach().requires_grad_()  # of its own, as in `lookup`
+        try:
+            if call.joint is None:
+                call.start(trains=True)
+            else:
+                output: torch.Tensor | None = call.joint.output_of(call, leaf)
+                if output is not None:
+                    return output
+        except BaseException:
+            call.release()
+            raise
+        return LOOKUP(leaf, None, functools.partial(_itself, call))
+
+    def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
+        """The call of a forward: planned ahead for its very tensors, or now."""
+        call, time = None, self.tables.step_time
         place = self.tables.placed.now
         if place.faults is not None:
             place.check_earlier()
-        call = self.planned.take(self.tables, given)
-        return None if call is None else self.lookup(None, context, hook, call)
-
-    def begin(
-        self,
-        batch: Batch | None,
-        context: CallContext,
-        planned: Call | None = None,
-        *,
-        trains: bool,
-        recomputed: bool,
-        within: Any,
-    ) -> Call:
-        """The call of a forward: planned ahead for its very tensors, or now."""
-        call, time = planned, self.tables.step_time
-        if batch is not None:
-            place = self.tables.placed.now
-            if place.faults is not None:
-                place.check_earlier()
-            if self.planned.waiting and not recomputed:
-                call = self.planned.take(self.tables, batch.given)
-            if call is None:
-                ages = not recomputed and (time is None or time.begins(self.tables))
-                division = self.tables.division
-                if division is not None and ages and division.is_due_in(self.tables):
-                    division.divide()
-                call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
-        assert call is not None
+        if self.planned.waiting and not recomputed:
+            call = self.planned.take(self.tables, batch.given)
+        if call is None:
+            ages = not recomputed and (time is None or time.begins(self.tables))
+            division = self.tables.division
+            if division is not None and ages and division.is_due_in(self.tables):
+                division.divide()
+            call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
         if time is not None and not recomputed:
             time.looked_up(self.tables, call)
         call.within = within
@@ -312,16 +321,6 @@ class Engine:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def keep(self, collected: Collected) -> bool:
-        """Keeps the calls of a backward pass for the end of `accumulate()`, or for the step of the optimizer that is
-        followed; returns whether they are not to be applied now."""
-        kept = None if self._accumulates is None else self._accumulates()
-        if kept is not None:
-            kept.calls += collected
-        elif self._pending is not None:
-            self._pending.add(collected)
-        return kept is not None or self._pending is not None
-
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
         assert self.optimizer is not None
@@ -338,8 +337,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            for call, _ in kept.calls:
-                call.release()
+            release_all([call for call, _ in kept.calls])
             raise
         finally:
             self._accumulates = None
@@ -443,19 +441,20 @@ class _Rows:
     def step_alone(self) -> None:
         engine = self._engine()
         if engine is not None:
+            catch_up_lagging(engine.tables)
             engine.step_alone()
 
     @ranged("update")
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
         tables, optimizer = self._here.tables, self._here.optimizer
         assert optimizer is not None
+        catch_up_lagging(tables)
         on_cpu, faults = tables.config.device.type == "cpu", None
         if calls and not on_cpu:
             from tieredemb.step.device_update import faults_of
 
             faults = faults_of(calls)
-        for call in calls:
-            call.release()
+        release_all(calls)
         if on_cpu:
             from tieredemb.step import host_row_update
 
@@ -473,12 +472,20 @@ _PASSES: weakref.WeakKeyDictionary[TableSet, BackwardPass] = weakref.WeakKeyDict
 @ranged("update")
 def _apply(collected: Collected) -> None:
     """Applies the calls of one backward pass in forward order, those of all engines as one update, but for those that
-    an engine keeps."""
+    are kept for the end of `accumulate()`, or for the step of the optimizer that is followed."""
     time = collected[0][0].context.tables.step_time
     if time is not None:
         time.backward()
-    sets = _by_engine(collected)
-    _apply_sets([calls for engine, calls in sets.items() if not engine.keep(calls)])
+    now = []
+    for engine, calls in _by_engine(collected).items():
+        kept = None if engine._accumulates is None else engine._accumulates()
+        if kept is not None:
+            kept.calls += calls
+        elif engine._pending is not None:
+            engine._pending.add(calls)
+        else:
+            now.append(calls)
+    _apply_sets(now)
 
 
 def _by_engine(collected: Collected) -> dict[Engine, Collected]:
@@ -492,12 +499,11 @@ def _by_engine(collected: Collected) -> dict[Engine, Collected]:
 def _apply_sets(sets: list[Collected]) -> None:
     if not sets:
         return
+    catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
     try:
         type(sets[0][0][0]).apply(sets)
     finally:
-        for calls in sets:
-            for call, _ in calls:
-                call.release()
+        release_all([call for calls in sets for call, _ in calls])
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import Hyperparameters
-from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, update
+from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected, StackRows
-from tieredemb.step.joint_call import joint_of
+from tieredemb.step.joint_call import JointCall, joint_of
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -41,79 +41,63 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class _Together:
-    """Passes over the hot rows of several groups that are all run, or none."""
-
-    def __init__(self, passes: Sequence[Pass]) -> None:
-        self._passes = passes
-        self.rows_are_done = False
-
-    @property
-    def begun(self) -> bool:
-        return self.rows_are_done or any(rows.begun for rows in self._passes)
-
-
 class RowPass(Change):
-    """A pass over hot rows of groups that share a cache, several of which have no dense optimizer, and the numbers of
-    the step that it is, if it is one. Interrupted, it is ended if it, or one that belongs to it, has begun."""
+    """A pass over the hot rows of a group, and the `numbers` of the step that it is, if it is one: of all of its
+    tables, or of those that plan as one. Interrupted, it is ended if it, or one that belongs to it, has begun."""
 
-    def __init__(
-        self, groups: Sequence[HostGroup], rows: Pass, together: _Together, numbers: Hyperparameters | None
-    ) -> None:
-        self.groups, self.rows, self.cache = groups, rows, groups[0].cache
-        self._together = together
-        self.dense = None if numbers is None or numbers.terms is None else numbers
-        steps, taken = self.cache.cold.metadata.steps, numbers is not None
-        # of each table, by its number in the cold storage
-        self.steps = {
-            table: steps[table] + taken for group in groups for table in range(*group.own.indices(len(steps)))
-        }
+    def __init__(self, group: HostGroup, rows: Pass, numbers: Hyperparameters | None = None) -> None:
+        self.rows, self.cache, self.kept, self.numbers = rows, group.cache, group.kept, numbers
+        self.among: Sequence[RowPass] = (self,)  # those that are all run, or none
+        self.is_done = False
+        self.steps: dict[int, int] = {}  # that each table is to have taken, by its number in the cold storage
+        if numbers is not None:
+            taken = self.cache.cold.metadata.steps
+            self.steps = {table: taken[table] + 1 for table in group.stepping}
 
     def settle(self, cache: Cache) -> None:
-        if self._together.begun:
+        if any(each.is_done or each.rows.begun for each in self.among):
             cache.rows_version += 1
             self.rows.run()
-            if self.dense is not None:
-                self.remember(self.dense)
-            steps = self.cache.cold.metadata.steps
-            for table, step in self.steps.items():
-                steps[table] = step
-
-    def remember(self, numbers: Hyperparameters) -> None:
-        """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
-        (group,) = self.groups
-        assert numbers.terms is not None
-        assert group.kept is not None
-        group.kept.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
+            note_steps([self])
 
 
-Todo = tuple[Sequence[HostGroup], Pass, Hyperparameters | None]
-
-
-def carry_out(passes: Sequence[Todo]) -> None:
-    """Runs passes that belong together, each with the numbers of the optimizer's step that it is, if it is one: all of
-    them or none, as after an exception in between whoever uses the rows next ends them, if one has begun. The caller
-    holds the locks of the groups' rows, and has checked them."""
-    together = _Together([rows for _, rows, _ in passes])
-    changes = [RowPass(groups, rows, together, numbers) for groups, rows, numbers in passes]
-    entries = []
-    for change in changes:  # in this very frame, which the book remembers
-        entries.append(change.cache.changes.begin(change))
-    for change in changes:
-        change.cache.rows_version += 1
-        change.rows.run()
-    together.rows_are_done = True
-    for change in changes:
-        if change.dense is not None:
-            change.remember(change.dense)
-        steps = change.cache.cold.metadata.steps
-        for table, step in change.steps.items():
+def note_steps(passes: Sequence[RowPass]) -> None:
+    """Notes that tables have taken steps, and of dense optimizers what rows that these did not reach will need. A
+    second call does nothing."""
+    alike: dict[object, tuple[RowPass, list[int]]] = {}  # tables that take one step
+    for each in passes:
+        its = each.numbers
+        if its is not None and its.terms is not None:
+            key = each.cache, its.step, float(its.rate[0]), its.missed, its.terms
+            alike.setdefault(key, (each, []))[1].extend(each.steps)
+    for first, tables in alike.values():
+        its = first.numbers
+        assert its is not None
+        assert its.terms is not None
+        first.cache.cold.history.append(tables, its.step, its.rate[0], its.missed, its.terms)
+    for each in passes:
+        steps = each.cache.cold.metadata.steps
+        for table, step in each.steps.items():
             steps[table] = step
-    for change, entry in zip(changes, entries, strict=True):
-        change.cache.changes.end(entry)
-    for groups, rows, _ in passes:
-        if isinstance(rows, CountedPass) and rows.replayed and groups[0].kept is not None:
-            groups[0].kept.replayed += rows.replayed
+
+
+def carry_out(passes: Sequence[RowPass]) -> None:
+    """Runs passes that belong together: all of them or none, as after an exception in between whoever uses the rows
+    next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked them."""
+    entries = []
+    for each in passes:  # in this very frame, which the book remembers
+        each.among = passes
+        entries.append(each.cache.changes.begin(each))
+    for each in passes:
+        each.cache.rows_version += 1
+        each.rows.run()
+        each.is_done = True
+    note_steps(passes)
+    for each, entry in zip(passes, entries, strict=True):
+        each.cache.changes.end(entry)
+    for each in passes:
+        if isinstance(each.rows, CountedPass) and each.kept is not None:
+            each.kept.replayed += each.rows.replayed
 
 
 class HostGroupCall:
@@ -130,6 +114,8 @@ class HostGroupCall:
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
         self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
+        self.history = group.kept  # of a dense optimizer, where that is one
+        self._copies: tuple[CopiedRows, CountedPass] | None = None  # as they were brought to these steps for reading
         self.stack = stack
         self.outputs = bags  # what the rows of the output are made of
         if stack is not None:
@@ -223,8 +209,8 @@ class HostGroupCall:
         caller holds the cache's lock."""
         cache, homes = self.group.cache, self._read(self.ticket.homes)
         cache.check_rows(self.ticket)
-        if self.group.kept is not None and not self.is_caught_up:
-            return self._caught_up(self.group.kept)
+        if self.history is not None and not self.is_caught_up:
+            return self._caught_up(self.history)
         return cache.hot.weight, homes
 
     def _read(self, homes: Array) -> Array:
@@ -236,14 +222,34 @@ class HostGroupCall:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
         them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
-        until = self.group.kept_until(history)
+        starts, until = self._starts if self.group.clients else None, self.group.kept_until(history)
         if until is not None:
-            self.group.cache.rows_version += 1
-            self.group.bring_to(until, hot, slots, history)
-        rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
+            self.group.bring_to(until, hot, slots, history, starts)
+        rows = CopiedRows(hot.weight[slots], hot.state[slots], np.zeros(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
-        catch_up(rows, numbers, history, rounding_of(self.group, hot.key[slots])).run()
+        found = catch_up(rows, numbers, history, rounding_of(self.group, hot.key[slots]), starts=starts)
+        found.run()
+        if self.group.clients:
+            self._copies = rows, found
         return rows.weight, self._read(self.ticket.inverse)
+
+    @property
+    def _starts(self) -> Array:
+        """Where the rows of each of the tables begin that have planned as one, int64 (K,)."""
+        starts: Array = np.cumsum(self.ticket.uniques) - self.ticket.uniques
+        return starts
+
+    def keep_caught_up(self) -> bool:
+        """The rows of tables that have planned as one stay as the last reading has brought copies of them to the steps
+        that were taken; returns False where there were none. The caller holds the locks of the rows."""
+        copies, self._copies = self._copies, None
+        if copies is None:
+            return False
+        rows, found = copies
+        carry_out([RowPass(self.group, put_back(self.group.cache.hot, self.ticket.unique_slots, rows))])
+        self.group.count_replayed(found.replayed_by(self._starts))
+        self.is_caught_up = True
+        return True
 
     def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters) -> Pass:
         """One optimizer step, given the gradients of what `pool_below` has put out, of each feature in turn, float32
@@ -254,7 +260,8 @@ class HostGroupCall:
         space.column = np.array([(grad.data_ptr() - first.data_ptr()) // grad.itemsize for grad in grads])
         segments, gradient = gather(self.group, [self], [first])
         gradient, hot = replace(gradient, sample=self.bags.sample), self.group.cache.hot
-        made = update(hot, segments, gradient, space, numbers, None, rounding_of(self.group, hot.key, ahead=1))
+        rounding = rounding_of(self.group, hot.key, ahead=1)
+        made = update(hot, segments, gradient, space, numbers, self.history, rounding)
         made.held = grads
         return made
 
@@ -339,13 +346,13 @@ class HostCall(Call):
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():
-            carry_out([([part.group], part.catch_up(), None) for part in self.parts])
+            carry_out([RowPass(part.group, part.catch_up()) for part in self.parts])
             for part in self.parts:
                 part.is_caught_up = True
 
     def limit_norms(self, max_norm: float) -> None:
         with self.context.tables.placed.now.rows.again():
-            carry_out([([part.group], part.limit_norms(max_norm), None) for part in self.parts])
+            carry_out([RowPass(part.group, part.limit_norms(max_norm)) for part in self.parts])
 
     @property
     def rows(self) -> int:
@@ -405,37 +412,39 @@ class HostCall(Call):
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
+        joint = joint_of([call for calls in sets for call, _ in calls]) if len(sets) > 1 else None
+        if joint is not None and _update_joint(joint, sets):
+            return
+        todo: list[RowPass] = []
         with _rows_of([calls[0][0].context.tables for calls in sets]):
-            todo = _update_together(sets) if len(sets) > 1 else []
-            if not todo:
-                for calls in sets:
-                    for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-                        for call, _ in calls:
-                            group.cache.check_rows(call.parts[g].ticket)
-                for calls in sets:
-                    grads = [grad for _, grad in calls]
-                    place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
-                    assert optimizer is not None  # the backward has asked for it
-                    for g, group in enumerate(place.groups):
-                        assert isinstance(group, HostGroup)
-                        numbers = optimizer.numbers(group, grads)
-                        if numbers is None:
-                            break
-                        update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                        todo.append(([group], update, numbers))
+            for calls in sets:
+                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+                    for call, _ in calls:
+                        group.cache.check_rows(call.parts[g].ticket)
+            for calls in sets:
+                grads = [grad for _, grad in calls]
+                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
+                assert optimizer is not None  # the backward has asked for it
+                for g, group in enumerate(place.groups):
+                    assert isinstance(group, HostGroup)
+                    numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), grads)
+                    if numbers is None:
+                        break
+                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                    todo.append(RowPass(group, update, numbers))
             carry_out(todo)
 
     @staticmethod
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         place = tables.placed.now
-        todo: list[Todo] = []
+        todo: list[RowPass] = []
         with place.rows.again():
             for group in place.groups:
                 assert isinstance(group, HostGroup)
-                numbers = optimizer.numbers(group, [])
+                numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), [])
                 if numbers is None:
                     return
-                todo.append(([group], no_rows(), numbers))
+                todo.append(RowPass(group, no_rows(), numbers))
             carry_out(todo)
 
 
@@ -456,30 +465,41 @@ def no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
-def _update_together(sets: Sequence[Collected]) -> list[Todo]:
-    """The update of all tables of a joint call as that of one batch, where it is of all of them and their optimizers
-    have the same numbers; else nothing. The caller holds the locks."""
-    joint = joint_of([call for calls in sets for call, _ in calls])
-    if joint is None or joint.context.is_dense:  # whose tables have histories of their own
-        return []
+def _update_joint(joint: JointCall, sets: Sequence[Collected]) -> bool:
+    """The update of all tables of a joint call as that of one batch, where their optimizers have the same numbers;
+    returns whether it was taken."""
     collected = joint.in_order([pair for calls in sets for pair in calls])
-    grads = [grad.contiguous() for _, grad in collected]
-    groups, numbers = [], []
-    for (call, _), grad in zip(collected, grads, strict=True):
-        group, optimizer = call.context.tables.placed.now.groups[0], call.context.updater.optimizer
-        assert optimizer is not None  # the backward has asked for it
-        its = optimizer.numbers(group, [grad])
+    (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
+    with joint.context.tables.placed.now.rows.again():
+        whole.history = whole.group.shared_history
+        if joint.is_dense and whole.history is None:  # each table has taken steps of its own
+            return False
+        numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
+        if numbers is None:
+            return False
+        whole.group.cache.check_rows(whole.ticket)
+        carry_out([RowPass(whole.group, whole.update_below(grads, numbers), numbers)])
+    return True
+
+
+def _shared_numbers(
+    group: HostGroup, optimizers: Sequence[RowOptimizer], grads: Sequence[torch.Tensor]
+) -> Hyperparameters | None:
+    """The numbers of the next step of tables that plan as one `group`, each of which has an optimizer and a gradient;
+    None where they have no one step."""
+    taken, first = group.cache.cold.metadata.steps, optimizers[0]
+    steps = [taken[table] for table in group.clients]
+    if first.stepping is not None and len({id(each.stepping) for each in optimizers}) == 1:
+        return first.numbers(tuple(steps), grads)
+    found = []
+    for optimizer, step, grad in zip(optimizers, steps, grads, strict=True):
+        its = optimizer.numbers((step,), [grad])
         if its is None:
-            return []
-        groups.append(cast("HostGroup", group))
-        numbers.append(its)
-    (whole,) = joint.parts
-    if len({(each.recipe, each.numbers, each.scale) for each in numbers}) > 1:
-        return []
-    whole.group.cache.check_rows(whole.ticket)
-    rates = np.concatenate([each.rate for each in numbers])
-    update = whole.update_below(grads, replace(numbers[0], rate=rates))
-    return [(groups, update, numbers[0])]
+            return None
+        found.append(its)
+    if len({(each.recipe, each.numbers, each.scale) for each in found}) > 1:
+        return None
+    return replace(found[0], rate=np.concatenate([each.rate for each in found]))
 
 
 def prepare_update(

@@ -14,7 +14,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags_cpu import Bags, offsets_rise
-from tieredemb.step.call import NUMBERS, CallContext
+from tieredemb.step.call import CallContext
 from tieredemb.step.host_call import HostCall, HostGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
 
@@ -70,9 +70,16 @@ class HostJointCall(JointCall, HostCall):
         return HostPartCall(self, position, context)
 
     def _lookup_now(self) -> Hashable:
-        if self.context.is_dense:  # tables that have steps of their own to catch up with
-            return None
-        return self.parts[0].group.cache.rows_version, torch.is_inference_mode_enabled()
+        whole = self.parts[0]
+        if self.is_dense:
+            whole.history = whole.group.shared_history
+            if whole.history is None:  # each table has steps of its own to catch up with
+                return None
+        return whole.group.cache.rows_version, torch.is_inference_mode_enabled()
+
+    def _catch_up_all(self) -> bool:
+        with self.context.tables.placed.now.rows.again():
+            return self._is_as_looked_up() and self.parts[0].keep_caught_up()
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
@@ -109,9 +116,3 @@ class HostPartCall(PartCall, HostCall):
         )
         group = cast("HostGroup", self.context.tables.placed.now.groups[0])
         return HostGroupCall(group, own, self.context.options, cast("Ticket", share))
-
-    def start(self, *, trains: bool) -> None:
-        self.number = next(NUMBERS)
-        self.joint.begin()
-        if trains and self.context.is_dense:
-            self.catch_up()

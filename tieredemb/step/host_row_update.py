@@ -17,7 +17,7 @@ from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, update
 from tieredemb.step.gradient_rows import TableRows
-from tieredemb.step.host_call import carry_out, no_rows, rounding_of
+from tieredemb.step.host_call import RowPass, carry_out, no_rows, rounding_of
 from tieredemb.storage.base import HotArrays
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -35,7 +35,7 @@ def update_rows(
     Else they are planned as one batch, and the step is taken or not, whatever interrupts. Raises `StorageFullError`
     before anything changes."""
     groups = [cast("HostGroup", group) for group in tables.groups]
-    numbers = [optimizer.numbers(group, []) for group in groups]
+    numbers = [optimizer.numbers(tuple(group.steps), []) for group in groups]
     taken = [each for each in numbers if each is not None]
     if len(taken) < len(groups):
         return
@@ -43,7 +43,7 @@ def update_rows(
         every = [each for some in rounds for each in some]
         with tables.locked():
             planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
-            carry_out([([group], rows, its) for group, _, rows, its in planned])
+            carry_out([RowPass(group, rows, its) for group, _, rows, its in planned])
         for _, ticket, _, _ in planned:
             if ticket is not None:
                 ticket.release()
@@ -56,8 +56,8 @@ def update_rows(
                 change.has_begun = True
                 _update(group, some, its)
         for group, its in zip(groups, taken, strict=True):
-            if its.terms is not None and group.kept is not None:
-                group.kept.append(its.step, its.rate[0], its.missed, its.terms)
+            if its.terms is not None:
+                group.cache.cold.history.append(group.stepping, its.step, its.rate[0], its.missed, its.terms)
             group.steps = [step + 1 for step in group.steps]
 
 

@@ -16,22 +16,33 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tieredemb.step.call import BackwardPass, Call, CallContext, Collected
+from tieredemb.step.call import NUMBERS, BackwardPass, Call, CallContext, Collected
 from tieredemb.step.joint_form import JointForm, JointForms
 from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
-from tieredemb.step.planned_forwards import Made, Seen, Waiting, has_failed
+from tieredemb.step.planned_forwards import Made, Waiting, has_failed, shown_by
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Pool, Together
 
 if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Batch, Given
-    from tieredemb.step.planned_forwards import Marks
     from tieredemb.tables.table_set import TableSet
 
     Forward = tuple[CallContext, Given]
 
 MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
+
+
+_LAGGING: weakref.WeakSet[JointCall] = weakref.WeakSet()  # those with rows that are yet to be brought forward
+
+
+def catch_up_lagging(*tables: TableSet) -> None:
+    """Before a step of these tables: rows of forwards that have come are brought forward, of all that share caches."""
+    if _LAGGING:
+        pools = {each.whole for each in tables}
+        for joint in list(_LAGGING):
+            if cast("Together", joint.context.tables).pool in pools:
+                joint.catch_up_those_that_came()
 
 
 class _Nobody:
@@ -79,17 +90,13 @@ def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) 
 
 class JointCall(Call):
     """The forwards of several tables as one call, of batches of one `form`. `starts`: where the ids of each begin, and
-    where they end."""
+    where they end · `count`: how many forwards these are · `is_dense`: whether tables have steps to catch up with."""
 
     def __init__(self, context: JointContext, form: JointForm) -> None:
         super().__init__(context, form.size)
-        self.form, self.starts = form, form.starts
+        self.form, self.starts, self.count = form, form.starts, len(form.starts) - 1
+        self.is_dense = context.is_dense
         self._forget_parts()
-
-    @property
-    def count(self) -> int:
-        """How many forwards it is of."""
-        return len(self.starts) - 1
 
     def _forget_parts(self) -> None:
         self._in_flight = set(range(self.count))  # forwards that were not released
@@ -98,6 +105,8 @@ class JointCall(Call):
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
         self._node: tuple[weakref.ref[Came], dict[int, torch.Tensor]] | None = None
+        self._awaited = set(range(self.count))  # forwards that have yet to come
+        self._lagging: list[PartCall] = []  # those that have come, whose rows are to be brought to the current step
 
     @abc.abstractmethod
     def join(self, forwards: Sequence[Given]) -> Batch:
@@ -109,11 +118,6 @@ class JointCall(Call):
         """The forward of one table, that at `position`, which is `given` these inputs; None where these are known to
         be others by now than those that were planned."""
 
-    def begin(self) -> None:
-        """The first of the forwards has come."""
-        if self.number < 0:
-            self.start(trains=False)
-
     def begin_alone(self) -> None:
         """One of the forwards is about to be looked up by itself."""
 
@@ -123,24 +127,55 @@ class JointCall(Call):
         # no view to autograd: who has it may change it in place
         return self._looked_up()[position].data if self._is_as_looked_up() else None
 
-    def output_of(self, call: PartCall, hook: torch.Tensor) -> torch.Tensor | None:
-        """The same of one that has come, of one autograd node with the others; see `Call.joint_output`."""
-        if not self._is_as_looked_up():
-            return None
-        if self._node is None:
-            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
-            # captured step to an earlier one
-            leaf, came = hook.detach().requires_grad_(), Came()
-            outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
-            for position in outputs.keys() - self._in_flight:
-                del outputs[position]
-            self._node = weakref.ref(came), outputs
-        of_node, outputs = self._node
-        output, came_there = outputs.pop(call.position, None), of_node()
-        if output is None or came_there is None:
-            return None
-        came_there[call.position] = call
+    def output_of(self, call: PartCall, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Starts one that is to be trained; returns the same of it, of one autograd node with the others. `leaf`: see
+        `LookupFunction`, whose hook it is."""
+        call.number, output = next(NUMBERS), None
+        if self.number < 0:
+            self.start(trains=False)
+        now = self._lookup_now()
+        if self._rows_of is None:
+            self._rows_of = now
+        if now is not None and now == self._rows_of:
+            if self._node is None:
+                came = Came()
+                outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
+                for position in outputs.keys() - self._in_flight:
+                    del outputs[position]
+                self._node = weakref.ref(came), outputs
+            of_node, outputs = self._node
+            came_there = of_node()
+            if came_there is not None:
+                output = outputs.pop(call.position, None)
+            if output is not None and came_there is not None:
+                came_there[call.position] = call
+        if self.is_dense:
+            if output is None:
+                call.catch_up()
+            else:
+                self._catch_up_later(call)
         return output
+
+    def _catch_up_later(self, call: PartCall) -> None:
+        """The rows of a forward that has come, and of no other, are brought to the steps that their table has taken:
+        once it is known which forwards come, and at the latest before the next step."""
+        self._lagging.append(call)
+        if self._awaited:
+            _LAGGING.add(self)
+        else:
+            self.catch_up_those_that_came()
+
+    def catch_up_those_that_came(self) -> None:
+        """See `_catch_up_later`."""
+        calls, self._lagging = self._lagging, []
+        _LAGGING.discard(self)
+        if calls and not (len(calls) == self.count and self._catch_up_all()):
+            for call in calls:
+                call.catch_up()
+
+    @abc.abstractmethod
+    def _catch_up_all(self) -> bool:
+        """The same of all forwards as one; returns False where that cannot be."""
 
     def _is_as_looked_up(self) -> bool:
         """Whether a lookup now finds what the one of the first forward has found, or is the first one."""
@@ -169,8 +204,17 @@ class JointCall(Call):
         positions = [cast("PartCall", call).position for call, _ in collected]
         return [collected[at] for at in sorted(range(len(positions)), key=positions.__getitem__)]
 
+    def release_parts(self, parts: Sequence[PartCall]) -> None:
+        """The same of forwards that have come."""
+        for part in parts:
+            part._lasts = False
+        self.release_part(*[part.position for part in parts])
+
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
+        self._awaited.difference_update(positions)
+        if self._lagging and not self._awaited:
+            self.catch_up_those_that_came()
         self._in_flight.difference_update(positions)
         node = self._node  # which a forward that ends with it forgets meanwhile
         if node is not None:
@@ -185,18 +229,13 @@ class PartCall(Call):
     """The forward of one table of a `joint` call, that at `position`. By itself it has a part only where something is
     asked that does not concern all: weights of its samples, or an update without the others."""
 
-    _parts: list[Any]
-
     def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
         self.joint, self.position = joint, position  # what it is a part of
-        super().__init__(context, joint.batch)
+        self.context, self.batch = context, joint.batch
+        joint._awaited.discard(position)
         self.ids = joint.starts[position + 1] - joint.starts[position]
+        self._parts: list[Any] = []
         self._lasts = True
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether nothing was asked of it that does not concern all."""
-        return not self._parts
 
     @property
     def parts(self) -> list[Any]:  # type: ignore[override]
@@ -212,16 +251,21 @@ class PartCall(Call):
     def _part(self) -> Any:
         """What its table holds of the plan."""
 
+    def start(self, *, trains: bool) -> None:
+        self.number = next(NUMBERS)
+        joint = self.joint
+        if joint.number < 0:
+            joint.start(trains=False)
+        if trains and joint.is_dense:
+            self.catch_up()
+
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         if not self.keeps_rows and weights is None:
-            rows = self.joint.rows_of(self.position)
+            rows: torch.Tensor | None = self.joint.rows_of(self.position)
             if rows is not None:
                 return rows
         self.joint.begin_alone()
         return super().pool(weights, differentiable=differentiable)  # type: ignore[safe-super]
-
-    def joint_output(self, hook: torch.Tensor) -> torch.Tensor | None:
-        return self.joint.output_of(self, hook)
 
     def release(self) -> None:
         self._lasts = False
@@ -242,49 +286,50 @@ def joint_of(calls: Sequence[Call]) -> JointCall | None:
     first = calls[0]
     if not isinstance(first, PartCall) or len(calls) != first.joint.count:
         return None
+    joint: JointCall = first.joint
     for call in calls:
-        if not isinstance(call, PartCall) or call.joint is not first.joint or not call.is_shared:
+        if not isinstance(call, PartCall) or call.joint is not joint or call._parts:
             return None
-    return first.joint
+    return joint
 
 
 class PlannedTogether(Waiting):
     """The forwards of a joint call, planned or being planned as `future`, each in its tables and of its inputs:
     `forwards` names them, with the context of who makes them."""
 
-    def __init__(
-        self, future: Future[JointCall], forwards: Sequence[Forward], shown: Sequence[Any] | None = None
-    ) -> None:
-        """`shown`: what the tensors of each show (`forms`), where that is known."""
-        self._future = future
+    def __init__(self, future: Future[JointCall], forwards: Sequence[Forward]) -> None:
         self._forwards = forwards
-        self.count = len(forwards)
         self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
-        self._seen = Seen([given for _, given in forwards], shown)
-        self._taken: set[int] = set()
+        self._begin(future)
 
-    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
+    def _begin(self, future: Future[JointCall]) -> None:
+        self._future = future
+        self._call: JointCall | None = None  # once it has come to its end
+        self.count = self.left = len(self._forwards)
+        self._shown: list[Any] = [shown_by(given) for _, given in self._forwards]  # None of one that was taken
+
+    def take(self, tables: TableSet, given: Given) -> int | None:
         number = self._number.get(id(tables))
-        if number is None or number in self._taken:
+        if number is None or self._shown[number] is None or shown_by(given) != self._shown[number]:
             return None
-        return number if self._seen.is_same(number, given, its_marks) else None
-
-    def take(self, number: int) -> bool:
-        self._taken.add(number)
-        return len(self._taken) == self.count
+        self._shown[number] = None
+        self.left -= 1
+        return number
 
     def call_of(self, number: int) -> Call | None:
-        if self._future.cancelled() or self._future.exception() is not None:
-            return None
-        call = self._future.result()
-        part = call.share(number, *self._forwards[number]) if call.complete() else None
+        call = self._call
+        if call is None:
+            if self._future.cancelled() or self._future.exception() is not None:
+                return None
+            call = self._future.result()
+            if not call.complete():
+                call.release_part(number)
+                return None
+            self._call = call
+        part = call.share(number, *self._forwards[number])
         if part is None:
             call.release_part(number)
         return part
-
-    @property
-    def left(self) -> int:
-        return self.count - len(self._taken)
 
     @property
     def failed(self) -> bool:
@@ -296,7 +341,7 @@ class PlannedTogether(Waiting):
     def again(self, call: Call) -> PlannedTogether:
         assert isinstance(call, JointCall)
         planned = shallow_copy(self)
-        planned._future, planned._taken, planned._seen = Made(call), set(), self._seen.again()
+        planned._begin(Made(call))
         return planned
 
     def wait(self) -> None:
@@ -313,4 +358,5 @@ class PlannedTogether(Waiting):
 
     def _release(self, future: Future[JointCall]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release_part(*(number for number in range(self.count) if number not in self._taken))
+            left = [number for number, shown in enumerate(self._shown) if shown is not None]
+            future.result().release_part(*left)

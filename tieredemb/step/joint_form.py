@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 MOST_FORMS = 8  # of one choice of tables, those used last
 
 
+def form_key(forwards: Sequence[Given]) -> tuple[object, ...]:
+    """What tensors show of the form of batches: shapes, strides, dtypes and devices."""
+    found: list[object] = []
+    for given in forwards:
+        for part in given:
+            if isinstance(part, torch.Tensor):
+                found += part.shape, part.stride(), part.dtype, part.device
+        found.append(None)
+    return tuple(found)
+
+
 def may_join(batches: Sequence[Batch]) -> bool:
     """Whether forwards of these batches, one of each of several tables, can be planned as one: they have as many bags,
     and no ids that are in none."""
@@ -67,7 +78,7 @@ class JointForm:
 
 
 class JointForms:
-    """Those of one choice of tables, by what tensors show (`forms`)."""
+    """Those of one choice of tables, by what tensors show (`form_key`)."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None

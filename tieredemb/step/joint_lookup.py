@@ -40,7 +40,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
     for listener in tuple(BACKWARDS):
         listener()
     # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the tables'
-    requested = next((each.requested for each in ctx.came.values()), None)
+    requested = next(iter(ctx.came.values())).requested if ctx.came else None
     if requested is not None or (
         ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
     ):
@@ -49,7 +49,9 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
             (ctx.came[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None
         ]
         for call, _ in collected:
-            check_backward(call)
+            optimizer = call.context.updater.optimizer
+            if call.consumed or optimizer is None or not optimizer.is_there:
+                check_backward(call)
         if requested is not None:
             requested += collected
             return None, None, None

@@ -92,7 +92,8 @@ class PendingGradients:
         self._owned = OwnedGradients()  # of these tables the whole gradient, whatever the calls say
         self._is_applied = False  # what is owned, by the last step
         self.copies: list[weakref.ref[Known]] = []  # see `Source`
-        self._left = False  # whether a `.grad` is there that nothing was added to since the last step
+        self.is_there = False  # whether the tables have a gradient, if of zeros, as after a step
+        self.applied_calls = 0  # how many the last step has applied
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
@@ -102,7 +103,6 @@ class PendingGradients:
         self._dropped: set[int] = set()
         self._zeroed: set[int] = set()  # by hand, of calls that are collected
         self._gradients: dict[int, TableGradient] = {}
-        self._gradients_on: torch.device | None = None
         self._epoch = 0  # how often the gradients have become others, so that norms of before are no longer theirs
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = self._has_warned_of_zeros = False
@@ -113,23 +113,14 @@ class PendingGradients:
         """Whether anything waits for a step."""
         return bool(self._calls or self.whole) or (bool(self._owned) and not self._is_applied)
 
-    @property
-    def count(self) -> int:
-        """How many calls are."""
-        return len(self._calls)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the tables have a gradient, if of zeros."""
-        return self._left or bool(self._calls or self.whole or self._owned)
-
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass, and uses of whole tables."""
         if not (self._calls or self.whole or self._owned):
             self._dropped = set()  # of zeros
         if self._dropped:
             self._refuse_dropped()
-        self._fold()
+        if self._zeroed or self._read is not None:
+            self._fold()
         come = self._through_hooks(collected) if self._owned or self.has_hooks else {}
         self._dropped = set()
         if self.copies:
@@ -142,7 +133,7 @@ class PendingGradients:
                 self._calls.append((call, grad))
             elif call.table not in come:
                 self.whole.setdefault(call.table, WholeGradient.of(self._tables, call.table)).add(grad)
-        self._left = self._is_applied = False
+        self.is_there, self._is_applied = True, False
         if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()
@@ -187,20 +178,20 @@ class PendingGradients:
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not (self._left or self._calls or self.whole or self._owned) or table in self._dropped:
+        if not self.is_there or table in self._dropped:
             return None
         if table in self._owned:
             return self._owned[table]
         known = self._gradients.get(table)
-        if known is not None and self._gradients_on is self._tables.placed.now.config.device:
-            return known
-        return self._bound(table)
+        return self._bound(table) if known is None else known
+
+    def move(self) -> None:
+        """Follows the tables to another device."""
+        self._gradients = {}
 
     def _bound(self, table: int) -> TableGradient:
         """What says what is known of the gradient of a table that is not owned."""
         config = self._tables.placed.now.config
-        if self._gradients_on is not config.device:
-            self._gradients, self._gradients_on = {}, config.device
         found = self._gradients.get(table)
         if found is None:
             shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
@@ -218,14 +209,17 @@ class PendingGradients:
             self._owned.pop(table, None)
             self._dropped.add(table)
             if len(self._dropped) == self._count:
-                self._drop()
+                if self._calls or self.whole or self.copies:
+                    self._drop()
+                else:  # what is left of a step
+                    self.is_there, self._dropped = False, set()
             return
         self._check_assigned(table, value)
         if not isinstance(value, TableGradient):
             self._take(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
             return
-        known, is_here = value.known, bool(self._calls or self.whole or self._left)
-        is_here &= table not in self._dropped | set(self._owned)
+        known = value.known
+        is_here = self.is_there and table not in self._dropped and table not in self._owned
         if known.is_of(self, table) and is_here:
             if known.own is not None:  # a multiple of what it is
                 now = self._values()[table]
@@ -287,7 +281,7 @@ class PendingGradients:
         self._owned[table] = value
         self.whole.pop(table, None)
         self._dropped.discard(table)
-        self._is_applied = False
+        self.is_there, self._is_applied = True, False
 
     def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
         """See `Source`."""
@@ -335,7 +329,7 @@ class PendingGradients:
             # what is collected is dropped, and zeros are left of it
             dropped = set(self._dropped)
             self._drop()
-            self._left, self._dropped = True, dropped
+            self.is_there, self._dropped = True, dropped
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
@@ -431,24 +425,26 @@ class PendingGradients:
             self._table_of_column = columns.to(device)
         return self._table_of_column
 
-    def check(self) -> None:
+    def check(self) -> torch.Tensor | None:
         """Raises `BackwardError` where some tables of the set have lost their gradient and others not. Warns where
-        torch would have added to the gradient of the step before."""
+        torch would have added to the gradient of the step before. Returns what is `spoilt`."""
         if self._dropped:
             self._refuse_dropped()
         for whole in self.whole.values():
             whole.check()
-        self._check_size()
+        if len(self._calls) > 1:
+            self._check_size()
         if not self._is_fresh and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "no zero_grad() came between two steps: torch would go on with the gradient of the step before, and "
                 "tables do not; call optimizer.zero_grad() in each step",
-                stacklevel=6,  # where step() is called
+                stacklevel=8,  # where step() is called
             )
+        return self._spoilt if self._read is None else self.spoilt()
 
     def _check_size(self) -> None:
-        if len(self._calls) > 1 and self._tables.config.device.type == "cuda":  # one alone was checked when it came
+        if self._tables.config.device.type == "cuda":  # one alone was checked when it came
             from tieredemb.step.device_update import check_bags
 
             check_bags(self._tables, [call for call, _ in self._calls])
@@ -467,7 +463,8 @@ class PendingGradients:
         Interrupted before that has begun, it is dropped."""
         together, calls = [self, *others], []
         for each in together:
-            each._fold()
+            if each._zeroed or each._read is not None:
+                each._fold()
             for table in range(each._count):
                 if table in each._gradients and (
                     getrefcount(each._gradients[table]) > _ALONE or getrefcount(each._gradients[table].known) > _ALONE
@@ -479,8 +476,9 @@ class PendingGradients:
             if rounds is None and not each._calls:
                 alone.append(each)
             # of a step without a gradient zeros are left, as in torch
-            each._is_fresh, each._left = not (each._calls or each.whole), True
+            each._is_fresh, each.is_there = not (each._calls or each.whole), True
             each.applied, each._is_applied = each._spoilt, bool(each._owned)
+            each.applied_calls = len(each._calls)
             taken = each._taken()
             if rounds is None:
                 calls += taken
@@ -520,7 +518,7 @@ class PendingGradients:
 
     def _drop(self) -> None:
         self._owned.clear()
-        self._left, self._is_fresh = False, True
+        self.is_there, self._is_fresh = False, True
         for call, _ in self._taken():
             call.release()
 

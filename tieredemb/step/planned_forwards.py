@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from tieredemb.tables.table_set import TableSet
 
 T = TypeVar("T")
-Marks = list[Any]
 
 
 class PlanExecutor(Executor):
@@ -63,28 +61,20 @@ class Made(Future[T]):
 
 
 class Waiting(abc.ABC):
-    """What was planned as one, or is being, and waits for its forwards. `count`: how many they are."""
+    """What was planned as one, or is being, and waits for its forwards. `count`: how many they are · `left`: how many
+    of them have not come."""
 
-    count = 1
-
-    @abc.abstractmethod
-    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
-        """Which of its forwards, if any, is one in `tables` of these inputs, as they are now (`marks`), and not of
-        others that show the same memory."""
+    count = left = 1
 
     @abc.abstractmethod
-    def take(self, number: int) -> bool:
-        """A forward that was found has come; returns whether it was the last one."""
+    def take(self, tables: TableSet, given: Given) -> int | None:
+        """Which of its forwards, if any, one that has come is: in `tables`, of these inputs, as they are now
+        (`shown_by`). It is no longer waited for."""
 
     @abc.abstractmethod
     def call_of(self, number: int) -> Call | None:
         """The call of a forward that was taken, once it is planned; None where planning failed: the forward then finds
         out why by itself."""
-
-    @property
-    @abc.abstractmethod
-    def left(self) -> int:
-        """How many of its forwards have not come."""
 
     @property
     @abc.abstractmethod
@@ -118,16 +108,14 @@ class Planned(Waiting):
     def __init__(self, tables: TableSet, given: Given, future: Future[Call]) -> None:
         self.tables = tables
         self.given = given
-        self._marks, self._forms = marks(given), forms(given)
+        self._shown = shown_by(given)
         self.future = future
 
-    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
-        if tables is not self.tables or its_marks != self._marks or forms(given) != self._forms:
+    def take(self, tables: TableSet, given: Given) -> int | None:
+        if tables is not self.tables or shown_by(given) != self._shown:
             return None
+        self.left = 0
         return 0
-
-    def take(self, number: int) -> bool:
-        return True
 
     def call_of(self, number: int) -> Call | None:
         future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
@@ -135,10 +123,6 @@ class Planned(Waiting):
             return None
         call = future.result()
         return call if call.complete() else None
-
-    @property
-    def left(self) -> int:
-        return int(self.future is not _TAKEN)
 
     @property
     def failed(self) -> bool:
@@ -192,12 +176,11 @@ class PlannedForwards:
 
     def take(self, tables: TableSet, given: Given) -> Call | None:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
-        its_marks = marks(given)
         with self._lock:
             for planned in self.waiting:
-                number = planned.find(tables, given, its_marks)
+                number = planned.take(tables, given)
                 if number is not None:
-                    if planned.take(number):
+                    if not planned.left:
                         self.waiting.remove(planned)
                     break
             else:
@@ -235,48 +218,20 @@ class PlannedForwards:
             planned.end()
 
 
-class Seen:
-    """What the inputs of several forwards show now. `shown`: their `forms`, where these are known."""
-
-    def __init__(self, forwards: Sequence[Given], shown: Sequence[Any] | None = None) -> None:
-        self._forwards = forwards
-        self._forms = [forms(given) for given in forwards] if shown is None else shown
-        tensors = {id(part): part for given in forwards for part in given if isinstance(part, torch.Tensor)}
-        self._tensors = list(tensors.values())
-        self._marks = self._marked()
-
-    def _marked(self) -> dict[int, tuple[int, int]]:
-        return {id(tensor): _mark(tensor) for tensor in self._tensors}
-
-    def is_same(self, number: int, given: Given, its_marks: Marks) -> bool:
-        """Whether the inputs of forward `number` were these, whose marks are `its_marks`."""
-        its_own = [self._marks.get(id(part), part) for part in self._forwards[number]]
-        return its_marks == its_own and forms(given) == self._forms[number]
-
-    def again(self) -> Seen:
-        """What the same tensors show now, whose forms last."""
-        seen = copy.copy(self)
-        seen._marks = self._marked()
-        return seen
-
-
-def marks(given: Given) -> Marks:
-    """Where the memory of tensors begins, and how often it was changed in place, which tensors made in inference mode
-    do not tell; other inputs as they are."""
-    return [_mark(part) if isinstance(part, torch.Tensor) else part for part in given]
-
-
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
-
-
-def forms(given: Given) -> tuple[tuple[Any, ...], ...]:
-    """What tensors show of that memory."""
-    return tuple(
-        [(part.shape, part.stride(), part.dtype, part.device) for part in given if isinstance(part, torch.Tensor)]
-    )
+def shown_by(given: Given) -> list[Any]:
+    """What tells the inputs of a forward, as they are now, from others, as long as they are held: of a tensor where its
+    memory begins, how often that was changed in place, which tensors made in inference mode do not tell, and what the
+    tensor shows of it; other inputs as they are."""
+    found: list[Any] = []
+    for part in given:
+        if isinstance(part, torch.Tensor):
+            version = -1 if part.is_inference() else part._version
+            found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
+        else:
+            found.append(part)
+    return found
 
 
 def identity(given: Given) -> tuple[Any, ...]:
-    """What tells tensors and their content from others, as long as they are held."""
-    return (*marks(given), *forms(given))
+    """The same, to look them up by."""
+    return tuple(shown_by(given))

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -43,12 +44,11 @@ class Gradients(Protocol):
 
 
 class Steps(Protocol):
-    """Those of an optimizer. `begun`: of a step that has begun, None while none is known to run."""
+    """Those of an optimizer. `begun`: of a step that has begun a reference that is empty once it has ended, and its
+    thread; None while none is known to run. Its own code records no gradients, as hooks and closures of a step do, and
+    what follows an exception."""
 
     begun: Any
-
-    def is_in_step(self) -> bool:
-        """Whether its own code runs on this thread, to which tables have no gradient."""
 
 
 class Followed(Module, Protocol):
@@ -149,7 +149,8 @@ class TableParameter(TableTensor):
         if followed is None or followed.pending is None:
             return None
         followers = followed.followers
-        if followers is not None and followers.begun is not None and followers.is_in_step():
+        step = None if followers is None else followers.begun
+        if step is not None and step[1] == get_ident() and not torch.is_grad_enabled() and step[0]() is not None:
             return None  # so that the optimizer leaves the table to us
         return followed.pending.read(self.table)
 

@@ -26,7 +26,7 @@ from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
 from tieredemb.tables.followers import Followers, Meaning, followers_of, optimizer_with
 from tieredemb.tables.given_states import MAX_STEPS, checked_entry, groups_of, loaded_steps, state_of
-from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import (
     check_is_here,
@@ -59,6 +59,8 @@ class Pending(Protocol):
     gradient."""
 
     has_hooks: bool
+    is_there: bool  # whether the tables have a gradient, as parameters have one from a backward until it is set to None
+    applied_calls: int  # how many calls the last step has applied
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter, or None where it has no gradient."""
@@ -66,20 +68,14 @@ class Pending(Protocol):
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces that; None drops the table's gradient."""
 
+    def move(self) -> None:
+        """Follows the tables to another device."""
+
     @property
     def waiting(self) -> bool:
         """Whether anything was."""
 
-    @property
-    def count(self) -> int:
-        """How many calls."""
-
     whole: dict[int, Any]  # what gradients reach all rows of tables, by number
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the tables have a gradient, as parameters have one from a backward until it is set to None: then a
-        step is one of theirs, too."""
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,)."""
@@ -90,8 +86,9 @@ class Pending(Protocol):
         """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or
         None."""
 
-    def check(self) -> None:
-        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied."""
+    def check(self) -> torch.Tensor | None:
+        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied; returns what
+        is `spoilt`."""
 
     def apply(self, others: Sequence[Any] = ()) -> None:
         """Applies it, and what was collected for `others`, as one update; where nothing was collected, a step without a
@@ -116,16 +113,19 @@ class FollowedOptimizer:
 
     def _connect(self) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
+        self.is_there = False  # see `RowOptimizer`
+        self.cache_key: Hashable = id(self._tables.whole)  # see `Follower`
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
         self._entries: frozenset[Any] | None = None  # of the tables in its state, once they have taken a step
         self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, when last looked
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
-        self._stepping: Meaning | None = None  # the same while the optimizer's step is applied
+        self.stepping: Meaning | None = None  # the same while the optimizer's step is applied
         self._loading: dict[int, LoadedState] | None = None
         self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
         self._last: Meaning | None = None
+        self._is_spoilt = False  # whether what is `spoilt` is to be applied
         self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = self._tables.config.device.type == "cpu"
@@ -160,7 +160,7 @@ class FollowedOptimizer:
         """Hears of the steps of an optimizer that has its parameters among its params."""
         self.followers = followers_of(optimizer)  # each time: an interrupt may have come in between
         self.followers.add(self)
-        self.optimizer = optimizer
+        self.optimizer, self.is_there = optimizer, True
 
     def check_follow(
         self,
@@ -275,7 +275,7 @@ class FollowedOptimizer:
         warnings.warn(
             f"the state of the {type(self.optimizer).__name__} was emptied; that of tables that follow it begins anew, "
             f"too: {names}",
-            stacklevel=6,  # where step() is called
+            stacklevel=8,  # where step() is called
         )
         self._begin_anew(gone)
         self._entries = None
@@ -285,6 +285,7 @@ class FollowedOptimizer:
         if self.followers is not None:
             self.followers.remove(self)
         self.optimizer = self.followers = self._checked = None
+        self.is_there = False
         self._place = self._entries = None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -402,11 +403,6 @@ class FollowedOptimizer:
         if state:
             self.optimizer.state[param] = state
 
-    @property
-    def is_there(self) -> bool:
-        """Whether an optimizer is followed: else gradients would wait for nobody."""
-        return self.optimizer is not None
-
     def look_for(self) -> bool:
         """See `RowOptimizer`. A library that builds its optimizer in its own `fit()` gives nobody a chance to call
         `follow`: it has the tables as it has all of `parameters()`. Raises as `follow` does."""
@@ -494,18 +490,17 @@ class FollowedOptimizer:
 
     # --- what a step asks -------------------------------------------------------------------------------------------
 
-    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+    def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
         """See `RowOptimizer.numbers`."""
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        if self._stepping is not None:
-            options = self._stepping.items
+        if self.stepping is not None:
+            options = self.stepping.items
         elif self.followers is not None and self.optimizer is not None:
             options = self._meaning(self.followers).items
         else:
             options = tuple(asdict(self.config).items())
-        steps, spoilt = tuple(group.cache.cold.metadata.steps[group.own]), self.spoilt()
-        factor = 1.0 if scale is None else 1.0 / float(scale)
+        spoilt, factor = self.spoilt(), 1.0 if scale is None else 1.0 / float(scale)
         if spoilt is not None and bool(spoilt.isnan().any()):  # of all tables, as the step was not refused
             factor = math.nan
         return hyperparameters_after(self.config, options, steps, factor)
@@ -523,9 +518,10 @@ class FollowedOptimizer:
 
     def spoilt(self) -> torch.Tensor | None:
         """See `RowOptimizer.spoilt`."""
-        if self.pending is None or self.optimizer is None or kind_of(type(self.optimizer)).takes_sparse:
+        applied = None if self.pending is None else self.pending.applied
+        if applied is None or self.optimizer is None or kind_of(type(self.optimizer)).takes_sparse:
             return None
-        return self.pending.applied
+        return applied
 
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`."""
@@ -578,6 +574,8 @@ class FollowedOptimizer:
             return
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = device.type == "cpu"
+        if self.pending is not None:
+            self.pending.move()
         for parameter in self.table_parameters:
             parameter.move(device)
 
@@ -587,22 +585,27 @@ class FollowedOptimizer:
         """See `Follower` and `RowOptimizer`. Does not wait for a GPU."""
         self.now()
 
-    def check_step(self) -> None:
-        """See `Follower`."""
-        self.now()
+    def check_step(self) -> bool:
+        """See `Follower`: where the tables have a gradient, unless a GradScaler has told a fused optimizer to skip the
+        step, which a GPU finds out by itself."""
         if self._entries and not self._entries <= self.optimizer.state.keys():  # type: ignore[union-attr]
             self._follow_state()
-        if self.pending is not None and self.pending.is_there:
-            self.pending.check()
-            if self.pending.whole and self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
-                raise UnsupportedError(
-                    f"{type(self.optimizer).__name__} takes sparse gradients alone, and a loss has used a table as a "
-                    f"whole, whose gradient is dense; use Adam, or leave the whole table out of the loss. Nothing was "
-                    f"updated"
-                )
-            spoilt = self.pending.spoilt() if self._is_on_cpu else None
-            if spoilt is not None and self.is_due:
-                self._check_spoilt(spoilt)
+        if self.pending is None or not self.pending.is_there:
+            return False
+        spoilt = self.pending.check()
+        if self.pending.whole and self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} takes sparse gradients alone, and a loss has used a table as a "
+                f"whole, whose gradient is dense; use Adam, or leave the whole table out of the loss. Nothing was "
+                f"updated"
+            )
+        skips = getattr(self.optimizer, "found_inf", None)
+        if skips is not None and self._is_on_cpu and bool(skips):
+            return False
+        self._is_spoilt = spoilt is not None
+        if spoilt is not None and self._is_on_cpu:
+            self._check_spoilt(spoilt)
+        return True
 
     def _check_spoilt(self, spoilt: torch.Tensor) -> None:
         """Raises `UnsupportedError` where the gradient of a table was multiplied by what is not finite, as `spoilt` has
@@ -625,33 +628,22 @@ class FollowedOptimizer:
         """Steps of the optimizer that were the tables', too."""
         return self._steps
 
-    @property
-    def is_due(self) -> bool:
-        """See `Follower`: where the tables have a gradient, unless a GradScaler has told a fused optimizer to skip the
-        step, which a GPU finds out by itself."""
-        if self.pending is None or not self.pending.is_there:
-            return False
-        found = getattr(self.optimizer, "found_inf", None)
-        return found is None or self._tables.config.device.type != "cpu" or not bool(found)
-
-    def together_with(self) -> Hashable:
-        """See `Follower`: tables that share a cache take their steps as one."""
-        return id(self._tables.whole)
-
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
         """See `Follower`."""
         assert self.pending is not None
         those = (self, *others)
-        counts = [0 if each.pending is None else each.pending.count for each in those]
         try:
             for each in those:
-                each._stepping = each._checked
+                each.stepping = each._checked
+                if each._is_spoilt and each._checked is not None:  # whose gradients have factors of their own
+                    each.stepping = Meaning(each._checked.config)
             self.pending.apply([each.pending for each in others])
         finally:
             for each in those:
-                each._stepping = None
+                each.stepping = None
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
-            for each, count in zip(those, counts, strict=True):
+            for each in those:
+                count = 0 if each.pending is None else each.pending.applied_calls
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
                 if each._entries is None:
                     each._note_state()

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.tracing import untraced
-from tieredemb.tables.param_groups import is_plain, is_same, options_in
+from tieredemb.tables.param_groups import SeenGroups, is_plain, is_same, options_in
 from tieredemb.tables.torch_kinds import as_numbers, config_of, is_known
 
 
@@ -30,15 +30,11 @@ class Follower(Protocol):
     def check_options_now(self) -> None:
         """Raises `ConfigError` where the param group means what the tables' rows cannot be trained by."""
 
-    def check_step(self) -> None:
-        """Raises what a step would raise, before anything changes."""
+    def check_step(self) -> bool:
+        """Whether a step of the optimizer is one of the tables, too. Raises what it would raise beside that, before
+        anything changes."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a step of the optimizer is one of the tables, too."""
-
-    def together_with(self) -> Hashable:
-        """What is equal of tables whose steps are one."""
+    cache_key: Hashable  # equal of tables that share a cache, whose steps are one
 
     def step(self, others: Sequence[Any]) -> None:
         """Takes a step, and those of `others`, which are due with it."""
@@ -95,10 +91,12 @@ class Followers:
     """Those of one optimizer, in the order in which they came to follow it. See `followers_of`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._kind = type(optimizer)
+        self._kind, self._optimizer = type(optimizer), weakref.ref(optimizer)
         self._those: list[weakref.ref[Any]] = []
+        self._due: list[weakref.ref[Any]] = []  # with the step that has begun
         self._groups: dict[tuple[int, bool], _Group] = {}
-        self.begun: tuple[weakref.ref[_Keywords], int] | None = None  # a step, and its thread
+        self._checked: SeenGroups | None = None  # the param groups as they were when all of those took them for good
+        self.begun: tuple[weakref.ref[_Keywords], int] | None = None  # a step, and its thread; see `Steps`
         mine = weakref.ref(self)
 
         @untraced
@@ -145,7 +143,7 @@ class Followers:
 
     def add(self, follower: Follower) -> None:
         """It follows the optimizer, too, which keeps nobody alive. A second call does nothing."""
-        those = self.listed()
+        those, self._checked = self.listed(), None
         if not any(each is follower for each in those):
             self._those = [weakref.ref(each) for each in (*those, follower)]
 
@@ -165,14 +163,6 @@ class Followers:
             known = self._groups[index, waits] = _Group()
         return known.meaning(self._kind, group, waits=waits)
 
-    def is_in_step(self) -> bool:
-        """Whether the optimizer's own code runs on this thread, to which tables have no gradient. That code records no
-        gradients, as hooks and closures of a step do, and what follows an exception."""
-        step = self.begun
-        if step is None or step[1] != threading.get_ident() or torch.is_grad_enabled():
-            return False
-        return step[0]() is not None
-
     @contextlib.contextmanager
     def states_left_out(self) -> Iterator[None]:
         """Inside, state dicts of the optimizer are of its other params alone, and loading one leaves the tables' state
@@ -191,22 +181,20 @@ class Followers:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step; returns what that is to be called with. The step of a closure begins when that
         has run."""
-        self.begun, keywords = None, _Keywords(kwargs)
+        self.begun, self._due, keywords = None, [], _Keywords(kwargs)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         begun = weakref.ref(keywords), threading.get_ident()
+        self._check_options()
         if closure is None:
-            for each in self.listed():
-                each.check_step()
+            self._check_steps()
             self.begun = begun
             return args, keywords
-        for each in self.listed():
-            each.check_options_now()
 
         def run() -> Any:
             self.begun = None
             result = closure()
-            for each in self.listed():
-                each.check_step()
+            self._check_options()
+            self._check_steps()
             self.begun = begun
             return result
 
@@ -215,13 +203,31 @@ class Followers:
             return args, keywords
         return (args[0], run, *args[2:]), keywords
 
+    def _check_options(self) -> None:
+        """Raises `ConfigError` where a param group means what rows cannot be trained by. Of groups that are as they
+        were nobody is asked again."""
+        if self._checked is not None and self._checked.are_there():
+            return
+        self._checked, optimizer = None, self._optimizer()
+        for each in self.listed():
+            each.check_options_now()
+        if optimizer is not None:
+            self._checked = SeenGroups(optimizer)
+
+    def _check_steps(self) -> None:
+        """Raises what a step would raise, and finds out whose it is."""
+        due = []
+        for each in self.listed():
+            if each.check_step():
+                due.append(weakref.ref(each))
+        self._due = due
+
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self.begun = None
+        self.begun, found, self._due = None, self._due, []
         due: dict[Hashable, list[Follower]] = {}
-        for each in self.listed():
-            if each.is_due:
-                due.setdefault(each.together_with(), []).append(each)
+        for each in filter(None, [each() for each in found]):
+            due.setdefault(each.cache_key, []).append(each)
         for first, *others in due.values():
             first.step(others)
 

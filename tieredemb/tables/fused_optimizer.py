@@ -18,7 +18,7 @@ from tieredemb.lookup.optimizer import Hyperparameters, check_fixed, check_rate,
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint
 from tieredemb.tables.given_states import only_group
-from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.param_groups import is_plain, options_in
 from tieredemb.tables.row_state import (
     check_is_here,
@@ -54,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     0.1
     """
 
-    is_there = True  # see `RowOptimizer`
+    is_there, stepping = True, None  # see `RowOptimizer`
     _good: Mapping[str, Any] = MappingProxyType({})  # its own options when they were last checked,
     _seen: Sequence[object] = ()  # and what the param group held for them
     steps_fingerprint = 0  # see `RowOptimizer`
@@ -109,8 +109,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether an enabled scaler is attached."""
         return self._scaler is not None and self._scaler.is_enabled()
 
-    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
-        """The numbers of the next step of `group`, or None where a scaler is attached and `grads` are not finite."""
+    def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
+        """The numbers of the next step of tables that have taken so many `steps`, or None where a scaler is attached
+        and `grads` are not finite."""
         scale = 1.0
         if self._scaler is not None and self._scaler.is_enabled():
             scale = 1.0 / self._scaler.get_scale()
@@ -119,8 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param.grad = torch.full_like(param, float("inf") if self.found_inf else 0.0)
             if self.found_inf:
                 return None
-        steps = np.array(group.cache.cold.metadata.steps[group.own], np.int64) + 1
-        return hyperparameters(self._config, self._checked_options(), steps, scale)
+        return hyperparameters(self._config, self._checked_options(), np.array(steps, np.int64) + 1, scale)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """On a GPU: whether `grads` are not finite, and what they were scaled by, both float32 (); None without an

@@ -213,7 +213,10 @@ class Group(abc.ABC):
     @property
     def history_bytes(self) -> int:
         """Bytes of what a dense optimizer keeps of its steps."""
-        return 0 if self.kept is None else self.kept.size_bytes()
+        if self.kept is None:
+            return 0
+        histories: Histories = self.cache.cold.history
+        return histories.size_bytes(0 if len(histories.of) == 1 else self.own.start)
 
     @property
     def steps_replayed(self) -> int:
@@ -338,6 +341,7 @@ class Group(abc.ABC):
         """Takes over what a saved optimizer of the same kind kept of its steps. Synchronises with a GPU."""
         assert self.kept is not None
         self.kept.take(history)
+        self.cache.cold.history.share()
         self._adopt_history()
 
     def _catch_up(self, rows: CopiedRows, history: History, keys: Array) -> None:
@@ -437,25 +441,50 @@ class HostGroup(Group):
             some = keys[start : min(start + FETCHED_ROWS, self._room)]
             self.cache.plan(some, score=False, ages=False).release()
 
-    def bring_to(self, until: int, rows: HotArrays, places: Array, history: History) -> None:
-        """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it."""
+    @property
+    def stepping(self) -> Sequence[int]:
+        """Its tables, by their numbers in the cold storage."""
+        return self.clients or range(*self.own.indices(len(self.cache.cold.metadata.steps)))
+
+    @property
+    def shared_history(self) -> History | None:
+        """Of tables that plan as one: what a dense optimizer keeps of their steps, where it is the same of all."""
+        histories: Histories | None = self.cache.cold.history
+        return None if histories is None else histories.shared_by(self.clients)
+
+    def count_replayed(self, counted: Sequence[int]) -> None:
+        """Of tables that plan as one: steps that their rows were made to take one by one."""
+        for table, more in zip(self.clients, counted, strict=True):
+            self.cache.cold.history.of[table].replayed += more
+
+    def bring_to(
+        self, until: int, rows: HotArrays, places: Array, history: History, starts: Array | None = None
+    ) -> None:
+        """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it. `starts`: where those of
+        each table begin, of several that plan as one."""
         from tieredemb.lookup.optimizer_cpu import catch_up
 
-        taken = catch_up(rows, places, history, until=until)
+        taken = catch_up(rows, places, history, until=until, starts=starts)
         taken.run()
-        history.replayed += taken.replayed
+        if starts is None:
+            history.replayed += taken.replayed
+        else:
+            self.count_replayed(taken.replayed_by(starts))
 
     def _connect(self) -> None:
         """Has the kernels of updates compiled beside those of forwards, which come first."""
         if self.config.optimizer is None:
             return
         from tieredemb.kernels.compile_beside import compile_beside
-        from tieredemb.lookup.optimizer_cpu import update_calls
+        from tieredemb.lookup.optimizer_cpu import put_back, update_calls
 
         hot, histories = self.cache.hot, self.cache.cold.history
         history = None if histories is None else histories.of[0]
         rounding = self.rounding(hot.key, ahead=1)
-        compile_beside(update_calls(hot, self.space, self.config.optimizer, history, rounding))
+        calls = update_calls(hot, self.space, self.config.optimizer, history, rounding)
+        if history is not None and self.config.apart:
+            calls.append(put_back(hot, np.empty(0, np.int32), self._rows_for(0, 0)).call)
+        compile_beside(calls)
 
 
 class DeviceGroup(Group):

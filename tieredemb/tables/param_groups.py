@@ -3,6 +3,7 @@ GPU would have to be waited for."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
@@ -42,10 +43,10 @@ def is_same(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 class SeenGroups:
-    """The param groups of an `optimizer`, as they are now."""
+    """The param groups of an `optimizer`, as they are now. It does not keep that alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._are_plain = True
         self._groups: list[tuple[dict[str, Any], list[Any], list[Any]]] = []  # each, its values, its params
         for group in optimizer.param_groups:
@@ -55,8 +56,11 @@ class SeenGroups:
     def are_there(self) -> bool:
         """Whether they are the very same still, in each value and param. Never where one holds a tensor, which may
         change in place."""
-        groups = self._optimizer.param_groups
-        if not self._are_plain or len(groups) != len(self._groups):
+        optimizer = self._optimizer()
+        if optimizer is None or not self._are_plain:
+            return False
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups):
             return False
         for group, (known, values, params) in zip(groups, self._groups, strict=True):
             if group is not known or len(group) != len(values) or not all(map(is_, group.values(), values)):

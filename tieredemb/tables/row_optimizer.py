@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from tieredemb.lookup.optimizer import Hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.tables.device_options import DeviceOptions
-    from tieredemb.tables.group import DeviceGroup, Group
+    from tieredemb.tables.group import DeviceGroup
 
 
 class RowOptimizer(Protocol):
@@ -28,12 +28,17 @@ class RowOptimizer(Protocol):
     def is_there(self) -> bool:
         """Whether gradients can be taken: not where a torch optimizer is to be followed that has yet to come."""
 
+    @property
+    def stepping(self) -> object:
+        """While a step is applied, one object of all whose tables take it by the same numbers; None of others."""
+
     def look_for(self) -> bool:
         """Follows the torch optimizer that has the tables among its params, where one is to be followed; returns
         whether there is one."""
 
-    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
-        """On the CPU: the numbers of the next step of `group`, or None where it takes none."""
+    def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
+        """On the CPU: the numbers of the next step of tables that have taken so many `steps`, or None where they take
+        none."""
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """On a GPU: whether the step is to be skipped, and what gradients are divided by, both float32 (), or None.

@@ -746,6 +746,7 @@ class TableSet:
                 cold.state[first + start : first + stop] = state
             if history is not None and group.kept is not None:
                 group.kept.take(history)
+                cold.history.share()
             group.cache.forget()
             group.steps = steps
             group.take_over()

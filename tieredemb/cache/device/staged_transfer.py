@@ -3,8 +3,9 @@ is replayed of them on either side of the host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -16,8 +17,30 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
 from tieredemb.storage.base import RowLayout
 
-if TYPE_CHECKING:
-    from tieredemb.cache.device.staged import Staged
+
+class Staged(Protocol):
+    """What brings rows in (`cache.device.staged`)."""
+
+    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
+        """The first half of a plan's transfer."""
+
+    def launch_finish(self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor) -> None:
+        """The second half, of so many missed rows."""
+
+    def expect(self, reports: MissReports, ids: int) -> ExpectedMisses:
+        """What will be told of the misses of a plan."""
+
+    @property
+    def leaving_room(self) -> Sequence[int]:
+        """Where rows that leave are put, as addresses."""
+
+    def begun(
+        self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None, *, ahead: bool
+    ) -> StagedTransfer:
+        """A transfer whose first half was replayed."""
+
+    def finish(self, pending: StagedTransfer) -> None:
+        """Brings a transfer to its end."""
 
 
 @dataclass

@@ -140,12 +140,10 @@ class HostCache(Cache):
             if score:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 self._counts["batches"] += is_later
-                for place, of_part in enumerate(numbering.counted.tolist()):
-                    counted = dict(zip(COUNTED, of_part, strict=False))
-                    for name, value in counted.items():
-                        self._counts[name] += value
-                    if planners.numbers:  # several share the cache
-                        self._clients.planned(planners.numbers[place], cold.metadata.batch, counted)
+                for name, value in zip(COUNTED, numbering.counted.sum(0).tolist(), strict=False):
+                    self._counts[name] += value
+                if planners.numbers:  # several share the cache
+                    self._clients.planned(planners.numbers, cold.metadata.batch, COUNTED, numbering.counted.tolist())
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)

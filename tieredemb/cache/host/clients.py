@@ -37,13 +37,14 @@ class Clients:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def planned(self, number: int, time: int, counted: Mapping[str, int]) -> None:
-        """A client has planned; several plans of one time are one batch."""
-        counts = self.counts[number]
-        for name, value in counted.items():
-            counts[name] += value
-        counts["batches"] += time != self._times[number]
-        self._times[number] = time
+    def planned(self, numbers: Sequence[int], time: int, names: Sequence[str], counted: Sequence[list[int]]) -> None:
+        """Clients have planned; several plans of one time are one batch. `counted`: of each of them, by `names`."""
+        for number, values in zip(numbers, counted, strict=True):
+            counts = self.counts[number]
+            for name, value in zip(names, values, strict=False):
+                counts[name] += value
+            counts["batches"] += time != self._times[number]
+            self._times[number] = time
 
     def add(self, counted: Mapping[str, int]) -> None:
         """The `planner` has counted."""
