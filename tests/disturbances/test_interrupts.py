@@ -131,11 +131,11 @@ def test_interrupt_of_what_is_being_recorded(gpu, device, pair, name, request, m
         pytest.skip("nothing is recorded on the CPU")
 
     def act(module: Any, number: int) -> None:
-        module._context.recorded.forget()
+        module.call_context.recorded.forget()
         updates_of(module.tables).forget()
         ACTS[name](module, number)
 
-    pair.module._context.recorded.forget()
+    pair.module.call_context.recorded.forget()
     campaign(pair, ACTS[name], request, 4)  # what is made at a first use must not be captured
     monkeypatch.setattr(recording, "TIMES", 0)
     campaign(pair, act, request)

@@ -251,7 +251,7 @@ def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
 
 def test_recordings_are_few_and_counted_and_end_with_the_place():
     bag = made(40)
-    plans: RecordedPlans = bag._context.recorded
+    plans: RecordedPlans = bag.call_context.recorded
     for size in range(2, 2 + recorded_plans.MOST_FORMS + 3):
         for step in range(4):
             bag(ids_of(step, (size, 3))).sum().backward()

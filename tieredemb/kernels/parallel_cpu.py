@@ -71,9 +71,11 @@ def _no_memory() -> MemoryError:
 class Pass:
     """`kernel(lo, hi, *args)` over the ranges that `bounds` cuts, each of them once, also where an interrupt comes in
     between: compiled code, which nothing interrupts, notes those that were run. `run` goes on with what is left.
-    `held`: what it reads beside its arguments, which is to stay alive."""
+    `held`: what it reads beside its arguments, which is to stay alive · `is_small`: whether helpers would cost more
+    than they bring, however many ranges there are."""
 
     held: object = None
+    is_small = False
 
     def __init__(self, kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
         self._kernel, self._bounds, self._args = kernel, bounds, args
@@ -91,7 +93,7 @@ class Pass:
 
     def run(self) -> None:
         """Runs what was not run before, as `parallel_for` does."""
-        if len(self._bounds) > 2:
+        if len(self._bounds) > 2 and not self.is_small:
             self._job[:_WHO] = _who(self._bounds)  # of the thread that runs it
         if self._kernel(self._job, *self._args):
             raise _no_memory()

@@ -139,9 +139,12 @@ def catch_up(
     until = history.steps if until is None else until
     dense = (hot.state, history.past(until), until, rounding)
     kernel, bounds = _kernels(history.recipe).rows_catch_up, even_bounds(len(slots), 512)
+    is_small = len(bounds) == 2
     if starts is not None:
         bounds = sorted({*bounds, *starts.tolist()})
-    return CountedPass(kernel, bounds, slots, hot.weight, hot.state.view(F), hot.dirty, dense)
+    made = CountedPass(kernel, bounds, slots, hot.weight, hot.state.view(F), hot.dirty, dense)
+    made.is_small = is_small
+    return made
 
 
 def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:

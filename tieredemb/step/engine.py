@@ -33,7 +33,7 @@ from tieredemb.step.call import (
 )
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
-from tieredemb.step.joint_call import catch_up_lagging
+from tieredemb.step.joint_call import LAGGING, catch_up_lagging
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
@@ -441,14 +441,16 @@ class _Rows:
     def step_alone(self) -> None:
         engine = self._engine()
         if engine is not None:
-            catch_up_lagging(engine.tables)
+            if LAGGING:
+                catch_up_lagging(engine.tables)
             engine.step_alone()
 
     @ranged("update")
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
         tables, optimizer = self._here.tables, self._here.optimizer
         assert optimizer is not None
-        catch_up_lagging(tables)
+        if LAGGING:
+            catch_up_lagging(tables)
         on_cpu, faults = tables.config.device.type == "cpu", None
         if calls and not on_cpu:
             from tieredemb.step.device_update import faults_of
@@ -499,7 +501,8 @@ def _by_engine(collected: Collected) -> dict[Engine, Collected]:
 def _apply_sets(sets: list[Collected]) -> None:
     if not sets:
         return
-    catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
+    if LAGGING:
+        catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
     try:
         type(sets[0][0][0]).apply(sets)
     finally:

@@ -471,9 +471,10 @@ def _update_joint(joint: JointCall, sets: Sequence[Collected]) -> bool:
     collected = joint.in_order([pair for calls in sets for pair in calls])
     (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
     with joint.context.tables.placed.now.rows.again():
-        whole.history = whole.group.shared_history
-        if joint.is_dense and whole.history is None:  # each table has taken steps of its own
-            return False
+        if joint.is_dense:
+            whole.history = whole.group.shared_history
+            if whole.history is None:  # each table has taken steps of its own
+                return False
         numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
         if numbers is None:
             return False

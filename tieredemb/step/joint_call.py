@@ -33,16 +33,15 @@ if TYPE_CHECKING:
 MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
 
 
-_LAGGING: weakref.WeakSet[JointCall] = weakref.WeakSet()  # those with rows that are yet to be brought forward
+LAGGING: weakref.WeakSet[JointCall] = weakref.WeakSet()  # those with rows that are yet to be brought forward
 
 
 def catch_up_lagging(*tables: TableSet) -> None:
     """Before a step of these tables: rows of forwards that have come are brought forward, of all that share caches."""
-    if _LAGGING:
-        pools = {each.whole for each in tables}
-        for joint in list(_LAGGING):
-            if cast("Together", joint.context.tables).pool in pools:
-                joint.catch_up_those_that_came()
+    pools = {each.whole for each in tables}
+    for joint in list(LAGGING):
+        if cast("Together", joint.context.tables).pool() in pools:
+            joint.catch_up_those_that_came()
 
 
 class _Nobody:
@@ -161,14 +160,14 @@ class JointCall(Call):
         once it is known which forwards come, and at the latest before the next step."""
         self._lagging.append(call)
         if self._awaited:
-            _LAGGING.add(self)
+            LAGGING.add(self)
         else:
             self.catch_up_those_that_came()
 
     def catch_up_those_that_came(self) -> None:
         """See `_catch_up_later`."""
         calls, self._lagging = self._lagging, []
-        _LAGGING.discard(self)
+        LAGGING.discard(self)
         if calls and not (len(calls) == self.count and self._catch_up_all()):
             for call in calls:
                 call.catch_up()

@@ -64,6 +64,7 @@ class Group(abc.ABC):
         self.capacity = capacity
         self.name = name
         self.own = slice(len(space))  # its tables among those of the cold storage
+        self.stepping: Sequence[int] = range(len(space))  # those that take its steps
         self.client: int | None = None
         self.clients: tuple[int, ...] = ()
         tables = [config.tables[t] for t in space.tables]
@@ -116,6 +117,7 @@ class Group(abc.ABC):
             config=config,
             space=KeySpace(config.tables, [0], [0], int(self.space.start[position])),
             own=slice(position, position + 1),
+            stepping=(position,),
             client=position,
             clients=(),
             resident=[0] if position in self.resident else [],
@@ -129,6 +131,7 @@ class Group(abc.ABC):
             config=config,
             space=self.space.of_tables(positions),
             own=self.own,
+            stepping=tuple(positions),
             client=None,
             clients=tuple(positions),
             resident=[number for number, position in enumerate(positions) if position in self.resident],
@@ -440,11 +443,6 @@ class HostGroup(Group):
         for start in range(0, min(len(keys), self._room), FETCHED_ROWS):
             some = keys[start : min(start + FETCHED_ROWS, self._room)]
             self.cache.plan(some, score=False, ages=False).release()
-
-    @property
-    def stepping(self) -> Sequence[int]:
-        """Its tables, by their numbers in the cold storage."""
-        return self.clients or range(*self.own.indices(len(self.cache.cold.metadata.steps)))
 
     @property
     def shared_history(self) -> History | None:

@@ -157,7 +157,7 @@ class Together(TableSet):
     their outputs lie below each other."""
 
     def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
-        self.pool, self.numbers = pool, numbers
+        self.pool, self.numbers = weakref.ref(pool), numbers  # who keeps it
         self.placed = _PlacedTogether(pool, numbers)
         self.columns = np.array([0] * len(numbers) + [self.config.tables[0].embedding_dim], np.int64)
 
