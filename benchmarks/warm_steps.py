@@ -216,6 +216,7 @@ PATHS: dict[str, dict[str, Path]] = {
     "cuda": {
         "collection of 26": Path(collection, ON_GPU),
         "26 converted": Path(converted, ON_GPU),
+        "26 converted, following Adam": Path(converted, ON_GPU | {"follow": adam}),
         "collection of 26, prefetched": Path(collection, ON_GPU | {"prefetch": True}),
         "26 converted, prefetched": Path(converted, ON_GPU | {"prefetch": True}),
     },

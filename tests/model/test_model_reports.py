@@ -102,3 +102,20 @@ def test_an_optimizer_that_no_table_can_follow_is_refused_by_name():
 def test_what_has_no_tables_is_refused(call, bad):
     with pytest.raises(ConfigError, match=r"must be a torch.nn.Module|has no tiered tables"):
         call(bad)
+
+
+def test_report_of_a_pool_has_what_a_dense_optimizer_keeps_of_steps_once(device):
+    model = nn.ModuleList(nn.EmbeddingBag(50, 4, mode="sum") for _ in range(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    te.replace_embedding_bags(model, capacity=0.5, optimizer=optimizer, device=device)
+
+    def steps():
+        (found,) = te.memory_report(model).values()
+        assert found == model[0].memory_report() == model[2].memory_report()
+        return found["width 4"]["optimizer"]["steps"]
+
+    before = steps()
+    assert before > 0
+    model[1](torch.tensor([[1, 2]], device=device)).sum().backward()
+    optimizer.step()
+    assert steps() == before * (2 if device == "cpu" else 1)  # a CPU's table has steps of its own now

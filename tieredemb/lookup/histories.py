@@ -108,11 +108,8 @@ class Histories:
             elif each.rates is not alike.rates:
                 each.share(alike)
 
-    def size_bytes(self, table: int) -> int:
-        """Bytes of that of a table, where it is the first to have its arrays; else 0."""
-        each = self.of[table]
-        is_first = all(other.rates is not each.rates for other in self.of[:table])
-        return each.size_bytes() if is_first else 0
+    def size_bytes(self) -> int:
+        return sum(each.size_bytes() for each in {id(each.rates): each for each in self.of}.values())
 
     def to_bytes(self) -> bytes:
         """All of them, as a file holds them."""

@@ -16,7 +16,7 @@ from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.joint_call import joint_of
+from tieredemb.step.joint_call import JointCall, joint_of, take_one_step
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.device_joint_call import DeviceJointCall
+    from tieredemb.tables.pool import Together
     from tieredemb.tables.table_set import TableSet
 
 
 def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
     their optimizers' numbers."""
+    if len(sets) > 1 and _joint_step(sets) is not None:
+        return [list(sets)]
     if len(sets) == 1 or _is_large(sets):
         return [[calls] for calls in sets]
     found: dict[Hashable, list[Collected]] = {}
@@ -40,6 +43,13 @@ def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
         key = (id(context.tables.whole), context.check_trainable().alike())
         found.setdefault(key, []).append(calls)
     return list(found.values())
+
+
+def _joint_step(sets: Sequence[Collected]) -> JointCall | None:
+    """The joint call that all are of, where one step of their optimizers is of all of its tables."""
+    if not take_one_step([calls[0][0].context.updater.optimizer for calls in sets]):
+        return None
+    return joint_of([call for calls in sets for call, _ in calls])
 
 
 def _is_large(sets: Sequence[Collected]) -> bool:
@@ -102,15 +112,22 @@ def update_together(sets: Sequence[Collected]) -> None:
         collected = joint.in_order(collected)
         calls = [cast("DeviceJointCall", joint)]
     grads, parts = [grad for _, grad in collected], [call.parts[0] for call in calls]
-    groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
     with tables.placed.now.rows.again(), on_device(tables.config.device):
         whole.cache.rows_version += 1
-        for call, grad in collected:
-            cast("DeviceCall", call).follow(grad)
-        taken, options = whole.numbered([group.own.start for group in groups]), optimizer.options_on(groups[0])
-        scaling, stays = _scaling(sets, grads, taken)
-        for group in groups[1:]:
-            group.note_step()
+        if joint is not None and _joint_step(sets) is not None:
+            calls[0].follow(*grads)
+            taken = whole.numbered(cast("Together", joint.context.tables).numbers)
+            scaling, stays = scaling_of([optimizer], tables, grads)
+        else:
+            for call, grad in collected:
+                cast("DeviceCall", call).follow(grad)
+            groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
+            taken = whole.numbered([group.own.start for group in groups])
+            scaling, stays = _scaling(sets, grads, taken)
+        options = optimizer.options_on(whole)
+        if whole.pasts is not None:
+            for calls_of_one in sets[1:]:
+                cast("DeviceGroup", calls_of_one[0][0].context.tables.groups[0]).note_step()
         tickets = [part.ticket for part in parts]
         with whole.cache.using(*tickets):
             overflow = whole.cache.overflow(tickets)

@@ -205,18 +205,17 @@ class Engine:
                 return call.pool(None, differentiable=False)
             finally:
                 call.release()
-        leaf = hook.detach().requires_grad_()  # of its own, as in `lookup`
         try:
             if call.joint is None:
                 call.start(trains=True)
             else:
-                output: torch.Tensor | None = call.joint.output_of(call, leaf)
+                output: torch.Tensor | None = call.joint.output_of(call, hook)
                 if output is not None:
                     return output
         except BaseException:
             call.release()
             raise
-        return LOOKUP(leaf, None, functools.partial(_itself, call))
+        return LOOKUP(hook.detach().requires_grad_(), None, functools.partial(_itself, call))
 
     def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""

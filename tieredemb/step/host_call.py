@@ -31,7 +31,7 @@ from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limi
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected, StackRows
-from tieredemb.step.joint_call import JointCall, joint_of
+from tieredemb.step.joint_call import JointCall, joint_of, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -490,7 +490,7 @@ def _shared_numbers(
     None where they have no one step."""
     taken, first = group.cache.cold.metadata.steps, optimizers[0]
     steps = [taken[table] for table in group.clients]
-    if first.stepping is not None and len({id(each.stepping) for each in optimizers}) == 1:
+    if take_one_step(optimizers):
         return first.numbers(tuple(steps), grads)
     found = []
     for optimizer, step, grad in zip(optimizers, steps, grads, strict=True):

@@ -1,6 +1,5 @@
 """Forwards of tables that share a cache, known before they come: planned as one and looked up as one, of which each
-forward has its part. Where an update is of all of them, it is that of one batch, too: on a CPU unless it is a dense
-optimizer's, of which each table has a history of its own.
+forward has its part. Where an update is of all of them, it is that of one batch, too.
 
 Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before.
 """
@@ -26,6 +25,7 @@ from tieredemb.tables.pool import Pool, Together
 if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Batch, Given
+    from tieredemb.tables.row_optimizer import RowOptimizer
     from tieredemb.tables.table_set import TableSet
 
     Forward = tuple[CallContext, Given]
@@ -126,9 +126,9 @@ class JointCall(Call):
         # no view to autograd: who has it may change it in place
         return self._looked_up()[position].data if self._is_as_looked_up() else None
 
-    def output_of(self, call: PartCall, leaf: torch.Tensor) -> torch.Tensor | None:
-        """Starts one that is to be trained; returns the same of it, of one autograd node with the others. `leaf`: see
-        `LookupFunction`, whose hook it is."""
+    def output_of(self, call: PartCall, hook: torch.Tensor) -> torch.Tensor | None:
+        """Starts one that is to be trained; returns the same of it, of one autograd node with the others. `hook`: see
+        `LookupFunction`."""
         call.number, output = next(NUMBERS), None
         if self.number < 0:
             self.start(trains=False)
@@ -137,8 +137,8 @@ class JointCall(Call):
             self._rows_of = now
         if now is not None and now == self._rows_of:
             if self._node is None:
-                came = Came()
-                outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
+                came = Came()  # of a leaf of its own, as in `Engine.lookup`
+                outputs = dict(enumerate(JOINT_LOOKUP(hook.detach().requires_grad_(), self._outputs_apart, came)))
                 for position in outputs.keys() - self._in_flight:
                     del outputs[position]
                 self._node = weakref.ref(came), outputs
@@ -277,6 +277,14 @@ class PartCall(Call):
     @property
     def is_over(self) -> bool:
         return self.consumed or not self._lasts
+
+
+def take_one_step(optimizers: Sequence[RowOptimizer | None]) -> bool:
+    """Whether all take a step by the same numbers, and nothing else concerns one of them alone."""
+    first = optimizers[0]
+    if first is None or first.stepping is None:
+        return False
+    return len({id(None if each is None else each.stepping) for each in optimizers}) == 1
 
 
 def joint_of(calls: Sequence[Call]) -> JointCall | None:

@@ -215,11 +215,9 @@ class Group(abc.ABC):
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of what a dense optimizer keeps of its steps."""
-        if self.kept is None:
-            return 0
-        histories: Histories = self.cache.cold.history
-        return histories.size_bytes(0 if len(histories.of) == 1 else self.own.start)
+        """Bytes of what a dense optimizer keeps of its steps, those of all tables that share the cache."""
+        histories: Histories | None = self.cache.cold.history
+        return 0 if histories is None else histories.size_bytes()
 
     @property
     def steps_replayed(self) -> int:
@@ -688,7 +686,12 @@ class DeviceGroup(Group):
 
     @property
     def history_bytes(self) -> int:
-        return super().history_bytes + (0 if self.device_history is None else self.device_history.size_bytes())
+        return super().history_bytes + self.device_history_bytes
+
+    @property
+    def device_history_bytes(self) -> int:
+        """The same of its own tables on the device."""
+        return 0 if self.device_history is None else self.device_history.size_bytes()
 
     def restart_history(self) -> None:
         super().restart_history()

@@ -25,6 +25,7 @@ from tieredemb.lookup.optimizer import rows_of
 from tieredemb.storage.base import RowOpener
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.step_time import StepTime
 from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
 
@@ -58,6 +59,10 @@ class Pool(TableSet):
         super()._renew(config, capacities, call)
         for member in list(self.members):
             _ = member.placed.now  # several that plan as one find there what the steps of each have left
+
+    def _history_bytes(self, group: Group) -> int:
+        theirs = (member.groups[0] for member in list(self.members))
+        return group.history_bytes + sum(each.device_history_bytes for each in theirs if isinstance(each, DeviceGroup))
 
     def check_faults(self) -> None:
         for member in list(self.members):  # to whom a GPU reports
@@ -135,10 +140,8 @@ class Member(TableSet):
         self.pool.close()
 
     def memory_report(self) -> dict[str, Any]:
-        """That of the pool, and what the optimizer keeps of this table's steps."""
-        report = self.pool.memory_report()
-        self._add_history(report)
-        return report
+        """That of the pool."""
+        return self.pool.memory_report()
 
     def _copied(self) -> tuple[Any, ...]:
         parts, kept = self._copies()

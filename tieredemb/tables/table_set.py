@@ -708,8 +708,11 @@ class TableSet:
 
     def _add_history(self, reports: dict[str, Any]) -> None:
         for group in self.groups:
-            if group.history_bytes:
-                reports[f"width {group.space.width}"]["optimizer"] = {"steps": group.history_bytes}
+            if size := self._history_bytes(group):
+                reports[f"width {group.space.width}"]["optimizer"] = {"steps": size}
+
+    def _history_bytes(self, group: Group) -> int:
+        return group.history_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the rows along, which only memory tiers can."""
