@@ -50,10 +50,22 @@ REASONS = (
         "The GPU cannot read a file. Threads of the host gather the rows, and the step waits for them.",
     ),
     Reason(
-        "a converted model as a CUDA graph, all rows cached",
+        "a converted model with prefetch, all rows cached",
         "cuda-converted",
-        r"converted / collection",
-        "Each replay copies the ids of 26 tables one by one, for which the GPU waits: its step is short.",
+        r"prefetch / eager",
+        "There is nothing to bring in, and Python, which is what such a step waits for, has the next batch to look at.",
+    ),
+    Reason(
+        "a converted model under Adam, launched kernel by kernel",
+        "cuda-converted",
+        r"^step, capacity 10 %, Adam$",
+        "Python calls the forward of each of the 26 tables, which takes longer than what the GPU does.",
+    ),
+    Reason(
+        "tables of six widths, beside tables of one",
+        "cuda-converted",
+        r"^step, capacity 10 %(, CUDA graph)?(, prefetch)?$",
+        "Each width has a cache, a plan and a lookup of its own, each with its launches.",
     ),
     Reason(
         "two GPUs without a CUDA graph",

@@ -4,6 +4,7 @@ apart."""
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step import device_update, host_call, joint_call
+from tieredemb.step import device_update, joint_call
 from tieredemb.step.joint_call import JointCall
 
 ROWS = (300, 7, 50, 120)
@@ -49,9 +50,9 @@ def joined_on_gpu(gpu, monkeypatch):
 
 
 def count_joined(monkeypatch):
-    """Counts plans of several tables, by what they were of, and updates of such."""
+    """Counts plans of several tables, by what they were of, and joint calls that an update was of."""
     found = {"plans": [], "updates": 0}
-    make, joint_of = JointCall.__init__, joint_call.joint_of
+    make, joint_of, updated = JointCall.__init__, joint_call.joint_of, weakref.WeakSet()
 
     def made(self, context, *given):
         found["plans"].append(context.tables.numbers)
@@ -59,11 +60,13 @@ def count_joined(monkeypatch):
 
     def looked_for(calls):
         joint = joint_of(calls)
-        found["updates"] += joint is not None
+        if joint is not None and joint not in updated:
+            updated.add(joint)
+            found["updates"] += 1
         return joint
 
     monkeypatch.setattr(JointCall, "__init__", made)
-    for part in (device_update, host_call):
+    for part in (device_update, joint_call):
         monkeypatch.setattr(part, "joint_of", looked_for)
     return found
 
@@ -287,6 +290,35 @@ USES = {
     "changed in place": lambda outputs: [each.mul_(2).clamp_(-0.5, 0.5) for each in outputs],
     "as views": lambda outputs: [torch.cat([each.view(-1) for each in outputs])],
 }
+
+
+class TwoWidths(nn.Module):
+    """Tables of two widths, each of which has a cache of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, (8, 4)[number % 2], mode="sum") for number, rows in enumerate(ROWS)
+        )
+
+    def forward(self, batch):
+        return [table(*inputs) for table, inputs in zip(self.tables, batch, strict=True)]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_tables_of_each_width_are_updated_as_one(joined, optimizer):
+    def run(batches):
+        torch.manual_seed(0)
+        model = TwoWidths()
+        trained = optimizer(model.parameters(), lr=0.1)
+        te.replace_embedding_bags(model, capacity=0.5, optimizer=trained)
+        return train(model, trained, batches)
+
+    apart = run(lambda _: given("equal"))
+    assert not joined["plans"]
+    assert_same_bits(run(ahead("equal")), apart)
+    assert joined["plans"] == [(0, 1)] * 2 * (STEPS - 1)
+    assert joined["updates"] == 2 * (STEPS - 1)
 
 
 @pytest.mark.parametrize("name", USES)

@@ -31,7 +31,7 @@ from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limi
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected, StackRows
-from tieredemb.step.joint_call import JointCall, joint_of, take_one_step
+from tieredemb.step.joint_call import JointCall, by_joint, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -412,16 +412,21 @@ class HostCall(Call):
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
-        joint = joint_of([call for calls in sets for call, _ in calls]) if len(sets) > 1 else None
-        if joint is not None and _update_joint(joint, sets):
-            return
+        joints, rest = by_joint(sets) if len(sets) > 1 else ([], [*sets])
+        tables = [joint.context.tables for joint, _ in joints] + [calls[0][0].context.tables for calls in rest]
         todo: list[RowPass] = []
-        with _rows_of([calls[0][0].context.tables for calls in sets]):
-            for calls in sets:
+        with _rows_of(tables):
+            for joint, its in joints:
+                update = _joint_update(joint, its)
+                if update is None:
+                    rest += its
+                else:
+                    todo.append(update)
+            for calls in rest:
                 for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
                     for call, _ in calls:
                         group.cache.check_rows(call.parts[g].ticket)
-            for calls in sets:
+            for calls in rest:
                 grads = [grad for _, grad in calls]
                 place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
                 assert optimizer is not None  # the backward has asked for it
@@ -430,8 +435,8 @@ class HostCall(Call):
                     numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), grads)
                     if numbers is None:
                         break
-                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                    todo.append(RowPass(group, update, numbers))
+                    rows = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                    todo.append(RowPass(group, rows, numbers))
             carry_out(todo)
 
     @staticmethod
@@ -465,22 +470,20 @@ def no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
-def _update_joint(joint: JointCall, sets: Sequence[Collected]) -> bool:
-    """The update of all tables of a joint call as that of one batch, where their optimizers have the same numbers;
-    returns whether it was taken."""
+def _joint_update(joint: JointCall, sets: Sequence[Collected]) -> RowPass | None:
+    """The update of all tables of a joint call as that of one batch, where their optimizers have the same numbers. The
+    caller holds the locks of the rows."""
     collected = joint.in_order([pair for calls in sets for pair in calls])
     (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
-    with joint.context.tables.placed.now.rows.again():
-        if joint.is_dense:
-            whole.history = whole.group.shared_history
-            if whole.history is None:  # each table has taken steps of its own
-                return False
-        numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
-        if numbers is None:
-            return False
-        whole.group.cache.check_rows(whole.ticket)
-        carry_out([RowPass(whole.group, whole.update_below(grads, numbers), numbers)])
-    return True
+    if joint.is_dense:
+        whole.history = whole.group.shared_history
+        if whole.history is None:  # each table has taken steps of its own
+            return None
+    numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
+    if numbers is None:
+        return None
+    whole.group.cache.check_rows(whole.ticket)
+    return RowPass(whole.group, whole.update_below(grads, numbers), numbers)
 
 
 def _shared_numbers(

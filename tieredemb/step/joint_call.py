@@ -300,6 +300,21 @@ def joint_of(calls: Sequence[Call]) -> JointCall | None:
     return joint
 
 
+def by_joint(sets: Sequence[Collected]) -> tuple[list[tuple[JointCall, list[Collected]]], list[Collected]]:
+    """Of calls over sets of tables those that are all parts of a joint call, with that, and the rest."""
+    parts: dict[JointCall | None, list[Collected]] = {}
+    for calls in sets:
+        parts.setdefault(calls[0][0].joint if len(calls) == 1 else None, []).append(calls)
+    found, rest = [], parts.pop(None, [])
+    for its in parts.values():
+        joint = joint_of([calls[0][0] for calls in its])
+        if joint is None:
+            rest += its
+        else:
+            found.append((joint, its))
+    return found, rest
+
+
 class PlannedTogether(Waiting):
     """The forwards of a joint call, planned or being planned as `future`, each in its tables and of its inputs:
     `forwards` names them, with the context of who makes them."""
