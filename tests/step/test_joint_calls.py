@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 
@@ -15,7 +16,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step import device_update, joint_call
+from tieredemb.step import device_update, host_call, joint_call
 from tieredemb.step.joint_call import JointCall
 
 ROWS = (300, 7, 50, 120)
@@ -198,6 +199,44 @@ def test_dense_optimizers_have_the_bits_of_tables_planned_apart(joined, optimize
     assert_same_bits(train(*converted_dense(kind, capacity, optimizer), ahead(kind)), apart)
     assert joined["plans"] == [(0, 1, 2, 3)] * (STEPS - 1)
     assert joined["updates"] == STEPS - 1
+
+
+@pytest.mark.parametrize("made", [torch.optim.Adam, torch.optim.AdamW])
+def test_dense_tables_whose_rates_part_have_the_bits_of_tables_planned_apart(joined, made):
+    """Rows that miss a step move by the rate of their own table."""
+
+    def run(batches):
+        torch.manual_seed(0)
+        model = Model("equal")
+        parameters = list(model.parameters())
+        options = {"weight_decay": 0.05, "capturable": True}
+        trained = made([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.02, **options)
+        te.replace_embedding_bags(model, capacity=60, optimizer=trained)
+        for seen, batch in enumerate(batches(model)):
+            trained.param_groups[1]["lr"] = 0.02 if seen < 4 else 0.001
+            trained.zero_grad()
+            sum(each.square().sum() for each in model(batch)).backward()
+            trained.step()
+        return list(model.state_dict().values())
+
+    apart = run(lambda _: given("equal", 3 * STEPS))
+    assert_same_bits(run(ahead("equal", 1, 3 * STEPS)), apart)
+    assert joined["updates"] > 0
+
+
+def test_a_step_leaves_nothing_to_be_collected():
+    """What holds gradients and caches goes with the step, and no collection of garbage later."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = converted_dense("equal", 60, "AdamW")
+        cache = weakref.ref(model.tables[0].tables.groups[0].cache)
+        train(model, optimizer, ahead("equal"))
+        assert not [each for each in gc.get_objects() if isinstance(each, host_call.RowPass)]
+        del model, optimizer
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 class Choosy(Model):

@@ -1737,3 +1737,24 @@ def test_rmsprop_may_stop_what_it_began_with(device):
         each.param_groups[0].update(momentum=0.5, centered=True)
     train(models, optimizers, steps=6, first=8)
     assert_equal_models(models)
+
+
+def test_a_rate_that_was_another_for_a_while_is_that_of_the_step(tmp_path, device):
+    """Others look at the param group between two steps, as a checkpoint does."""
+    bag = te.TieredEmbeddingBag(20, 4, mode="sum", capacity=20, optimizer=torch.optim.SGD, device=device)
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.5)
+    bag.follow(optimizer)
+
+    def step():
+        before = bag.state_dict()["weight"]
+        optimizer.zero_grad()
+        bag(torch.tensor([[1, 2]], device=device)).sum().backward()
+        optimizer.step()
+        return (before - bag.state_dict()["weight"])[1].tolist()
+
+    assert step() == pytest.approx([0.5] * 4)
+    (group,) = optimizer.param_groups
+    rate, group["lr"] = group["lr"], 0.0
+    bag.save_checkpoint(tmp_path / "c")
+    group["lr"] = rate
+    assert step() == pytest.approx([0.5] * 4)

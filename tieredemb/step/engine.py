@@ -500,9 +500,9 @@ def _by_engine(collected: Collected) -> dict[Engine, Collected]:
 def _apply_sets(sets: list[Collected]) -> None:
     if not sets:
         return
-    if LAGGING:
-        catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
     try:
+        if LAGGING:
+            catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
         type(sets[0][0][0]).apply(sets)
     finally:
         release_all([call for calls in sets for call, _ in calls])

@@ -25,7 +25,7 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import EqualBags, rows_space
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.lookup.history import CopiedRows, History
+from tieredemb.lookup.history import CopiedRows
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
@@ -47,15 +47,15 @@ class RowPass(Change):
 
     def __init__(self, group: HostGroup, rows: Pass, numbers: Hyperparameters | None = None) -> None:
         self.rows, self.cache, self.kept, self.numbers = rows, group.cache, group.kept, numbers
-        self.among: Sequence[RowPass] = (self,)  # those that are all run, or none
-        self.is_done = False
+        self.among: Sequence[Pass] = (rows,)  # those that are all run, or none,
+        self.done: list[Pass] = []  # and which of them were: some have nothing to run
         self.steps: dict[int, int] = {}  # that each table is to have taken, by its number in the cold storage
         if numbers is not None:
             taken = self.cache.cold.metadata.steps
             self.steps = {table: taken[table] + 1 for table in group.stepping}
 
     def settle(self, cache: Cache) -> None:
-        if any(each.is_done or each.rows.begun for each in self.among):
+        if self.done or any(each.begun for each in self.among):
             cache.rows_version += 1
             self.rows.run()
             note_steps([self])
@@ -84,14 +84,14 @@ def note_steps(passes: Sequence[RowPass]) -> None:
 def carry_out(passes: Sequence[RowPass]) -> None:
     """Runs passes that belong together: all of them or none, as after an exception in between whoever uses the rows
     next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked them."""
-    entries = []
+    entries, among, done = [], [each.rows for each in passes], list[Pass]()
     for each in passes:  # in this very frame, which the book remembers
-        each.among = passes
+        each.among, each.done = among, done
         entries.append(each.cache.changes.begin(each))
     for each in passes:
         each.cache.rows_version += 1
         each.rows.run()
-        each.is_done = True
+        done.append(each.rows)
     note_steps(passes)
     for each, entry in zip(passes, entries, strict=True):
         each.cache.changes.end(entry)
@@ -115,7 +115,8 @@ class HostGroupCall:
         self.forward_rows: Array | None = None
         self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
         self.history = group.kept  # of a dense optimizer, where that is one
-        self._copies: tuple[CopiedRows, CountedPass] | None = None  # as they were brought to these steps for reading
+        # as they were brought to these steps for reading, and how many each table has replayed
+        self._copies: tuple[CopiedRows, list[int]] | None = None
         self.stack = stack
         self.outputs = bags  # what the rows of the output are made of
         if stack is not None:
@@ -209,8 +210,8 @@ class HostGroupCall:
         caller holds the cache's lock."""
         cache, homes = self.group.cache, self._read(self.ticket.homes)
         cache.check_rows(self.ticket)
-        if self.history is not None and not self.is_caught_up:
-            return self._caught_up(self.history)
+        if self.group.is_dense and not self.is_caught_up:
+            return self._caught_up()
         return cache.hot.weight, homes
 
     def _read(self, homes: Array) -> Array:
@@ -218,26 +219,30 @@ class HostGroupCall:
         is_left_out = self.options.padding_is_dropped and self.options.plans_padding
         return _only(self.is_trained(), homes) if is_left_out else homes
 
-    def _caught_up(self, history: History) -> tuple[Array, Array]:
+    def _caught_up(self) -> tuple[Array, Array]:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
         them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
-        starts, until = self._starts if self.group.clients else None, self.group.kept_until(history)
-        if until is not None:
-            self.group.bring_to(until, hot, slots, history, starts)
+        its, starts = self.group.histories, np.cumsum(self.ticket.uniques) - self.ticket.uniques
+        if len(its) == 1:  # of one table, or of several that have taken the same steps
+            parts = [(its[0], slice(None), starts if self.group.clients else None)]
+        else:
+            ends = starts + self.ticket.uniques
+            parts = [(each, slice(*part), None) for each, *part in zip(its, starts, ends, strict=True)]
+        for history, part, cuts in parts:
+            until = self.group.kept_until(history)
+            if until is not None:
+                self.group.bring_to(until, hot, slots[part], history, cuts)
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.zeros(len(slots), np.uint8))
-        numbers = np.arange(len(slots), dtype=np.int32)
-        found = catch_up(rows, numbers, history, rounding_of(self.group, hot.key[slots]), starts=starts)
-        found.run()
+        numbers, rounding = np.arange(len(slots), dtype=np.int32), rounding_of(self.group, hot.key[slots])
+        replayed: list[int] = []
+        for history, part, cuts in parts:
+            found = catch_up(rows, numbers[part], history, rounding, starts=cuts)
+            found.run()
+            replayed += [found.replayed] if cuts is None else found.replayed_by(cuts)
         if self.group.clients:
-            self._copies = rows, found
+            self._copies = rows, replayed
         return rows.weight, self._read(self.ticket.inverse)
-
-    @property
-    def _starts(self) -> Array:
-        """Where the rows of each of the tables begin that have planned as one, int64 (K,)."""
-        starts: Array = np.cumsum(self.ticket.uniques) - self.ticket.uniques
-        return starts
 
     def keep_caught_up(self) -> bool:
         """The rows of tables that have planned as one stay as the last reading has brought copies of them to the steps
@@ -245,9 +250,9 @@ class HostGroupCall:
         copies, self._copies = self._copies, None
         if copies is None:
             return False
-        rows, found = copies
+        rows, replayed = copies
         carry_out([RowPass(self.group, put_back(self.group.cache.hot, self.ticket.unique_slots, rows))])
-        self.group.count_replayed(found.replayed_by(self._starts))
+        self.group.count_replayed(replayed)
         self.is_caught_up = True
         return True
 
@@ -501,8 +506,10 @@ def _shared_numbers(
         if its is None:
             return None
         found.append(its)
-    if len({(each.recipe, each.numbers, each.scale) for each in found}) > 1:
+    if len({(each.recipe, each.numbers, each.scale, each.step, each.missed, each.terms) for each in found}) > 1:
         return None
+    if found[0].terms is not None and len({float(each.rate[0]) for each in found}) > 1:
+        return None  # rows that miss the step move by its rate, too
     return replace(found[0], rate=np.concatenate([each.rate for each in found]))
 
 

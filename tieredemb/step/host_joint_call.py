@@ -70,12 +70,7 @@ class HostJointCall(JointCall, HostCall):
         return HostPartCall(self, position, context)
 
     def _lookup_now(self) -> Hashable:
-        whole = self.parts[0]
-        if self.is_dense:
-            whole.history = whole.group.shared_history
-            if whole.history is None:  # each table has steps of its own to catch up with
-                return None
-        return whole.group.cache.rows_version, torch.is_inference_mode_enabled()
+        return self.parts[0].group.cache.rows_version, torch.is_inference_mode_enabled()
 
     def _catch_up_all(self) -> bool:
         with self.context.tables.placed.now.rows.again():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from tieredemb.step.joint_form import JointForm, JointForms
 from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
 from tieredemb.step.planned_forwards import Made, Waiting, has_failed, shown_by
 from tieredemb.step.shallow import shallow_copy
-from tieredemb.tables.pool import Pool, Together
+from tieredemb.tables.pool import Member, Pool, Together
 
 if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
@@ -33,14 +34,20 @@ if TYPE_CHECKING:
 MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
 
 
-LAGGING: weakref.WeakSet[JointCall] = weakref.WeakSet()  # those with rows that are yet to be brought forward
+LAGGING: set[weakref.ref[JointCall]] = set()  # those with rows that are yet to be brought forward
 
 
 def catch_up_lagging(*tables: TableSet) -> None:
-    """Before a step of these tables: rows of forwards that have come are brought forward, of all that share caches."""
-    pools = {each.whole for each in tables}
-    for joint in list(LAGGING):
-        if cast("Together", joint.context.tables).pool() in pools:
+    """Before a step of these tables: rows of theirs are brought forward that forwards which have come look up."""
+    stepping = {(each.pool, each.number) for each in tables if isinstance(each, Member)}
+    for known in list(LAGGING):  # of whatever thread
+        joint = known()
+        if joint is None:
+            LAGGING.discard(known)
+            continue
+        its = cast("Together", joint.context.tables)
+        pool = its.pool()
+        if any((pool, number) in stepping for number in its.numbers):
             joint.catch_up_those_that_came()
 
 
@@ -98,7 +105,7 @@ class JointCall(Call):
         self._forget_parts()
 
     def _forget_parts(self) -> None:
-        self._in_flight = set(range(self.count))  # forwards that were not released
+        self._in_flight: set[object] = set(range(self.count))  # forwards that were not released
         self._rows: torch.Tensor | None = None  # the outputs of all forwards
         self._rows_of: Hashable = None  # of what version of rows, and how they were looked up
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
@@ -106,6 +113,7 @@ class JointCall(Call):
         self._node: tuple[weakref.ref[Came], dict[int, torch.Tensor]] | None = None
         self._awaited = set(range(self.count))  # forwards that have yet to come
         self._lagging: list[PartCall] = []  # those that have come, whose rows are to be brought to the current step
+        self._taking = threading.Lock()  # of those by one thread
 
     @abc.abstractmethod
     def join(self, forwards: Sequence[Given]) -> Batch:
@@ -160,17 +168,23 @@ class JointCall(Call):
         once it is known which forwards come, and at the latest before the next step."""
         self._lagging.append(call)
         if self._awaited:
-            LAGGING.add(self)
+            LAGGING.add(weakref.ref(self))
         else:
             self.catch_up_those_that_came()
 
     def catch_up_those_that_came(self) -> None:
-        """See `_catch_up_later`."""
-        calls, self._lagging = self._lagging, []
-        LAGGING.discard(self)
-        if calls and not (len(calls) == self.count and self._catch_up_all()):
-            for call in calls:
-                call.catch_up()
+        """See `_catch_up_later`. By any thread, while others release what has come."""
+        mine = object()
+        self._in_flight.add(mine)  # so that the plan is not over meanwhile
+        try:
+            with self._taking:
+                calls, self._lagging = self._lagging, []
+            LAGGING.discard(weakref.ref(self))
+            if calls and not (len(calls) == self.count and self._catch_up_all()):
+                for call in calls:
+                    call.catch_up()
+        finally:
+            self._forget(mine)
 
     @abc.abstractmethod
     def _catch_up_all(self) -> bool:
@@ -214,11 +228,15 @@ class JointCall(Call):
         self._awaited.difference_update(positions)
         if self._lagging and not self._awaited:
             self.catch_up_those_that_came()
-        self._in_flight.difference_update(positions)
+        self._forget(*positions)
+
+    def _forget(self, *those: Any) -> None:
+        """They are over, with the last one the plan is: forwards, and who brings rows of them forward."""
+        self._in_flight.difference_update(those)
         node = self._node  # which a forward that ends with it forgets meanwhile
         if node is not None:
-            for position in positions:
-                node[1].pop(position, None)
+            for each in those:
+                node[1].pop(each, None)
         if not self._in_flight:
             self._rows = self._node = None
             self.release()
@@ -271,8 +289,8 @@ class PartCall(Call):
         self.joint.release_part(self.position)
 
     def __del__(self) -> None:
-        if getattr(self, "_lasts", False):
-            self.release()
+        if getattr(self, "_lasts", False):  # what lags behind keeps those whose rows it is about
+            self.joint._forget(self.position)
 
     @property
     def is_over(self) -> bool:

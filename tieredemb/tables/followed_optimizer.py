@@ -466,6 +466,7 @@ class FollowedOptimizer:
         if found is not self._checked:
             self.check_rows(found.config)
             self._checked = found
+            followers.ask_again()
         return found
 
     def check_rows(self, config: OptimizerConfig) -> None:

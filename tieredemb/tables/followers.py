@@ -155,6 +155,10 @@ class Followers:
         """All of them."""
         return [found for each in self._those if (found := each()) is not None]
 
+    def ask_again(self) -> None:
+        """Before the next step all are asked whether they take the param groups for good."""
+        self._checked = None
+
     def meaning(self, index: int, group: Mapping[str, Any], *, waits: bool) -> Meaning:
         """What the param `group`, number `index`, means now; for a learning rate that is a tensor on a GPU only if it
         `waits` for that."""

@@ -448,6 +448,13 @@ class HostGroup(Group):
         histories: Histories | None = self.cache.cold.history
         return None if histories is None else histories.shared_by(self.clients)
 
+    @property
+    def histories(self) -> Sequence[History]:
+        """What a dense optimizer keeps of the steps of its tables: one where it is the same of all, else that of each
+        of those that plan as one."""
+        shared = self.shared_history if self.clients else self.kept
+        return [self.cache.cold.history.of[table] for table in self.clients] if shared is None else [shared]
+
     def count_replayed(self, counted: Sequence[int]) -> None:
         """Of tables that plan as one: steps that their rows were made to take one by one."""
         for table, more in zip(self.clients, counted, strict=True):
