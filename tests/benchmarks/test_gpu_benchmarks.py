@@ -49,7 +49,7 @@ def run(name, *args):
         ("inference", {"lookup, all hits": 3, "lookup, 5 % misses": 2}),
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
-        ("converted", {"step": 10, "step, prefetch / eager": 2}),
+        ("converted", {"step": 15, "step, prefetch / eager": 2}),
         ("whole", {"step": 12}),
         ("rounding", {"test AUC": 5}),
         ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),

@@ -163,7 +163,8 @@ def _plan_joint(
             context.keep_form(shown, form)
         device = tables.pool.placed.now.config.device
         call = _joint_call_type(device.type)(context, form)
-        trains, may_exceed = unit[0].trains and first.is_trainable, first.engine.may_exceed_bags
+        trains = unit[0].trains and any(lookup.module.is_trainable for lookup in unit)  # some may be frozen by now
+        may_exceed = first.engine.may_exceed_bags
 
         def plan() -> JointCall:
             call.plan(
