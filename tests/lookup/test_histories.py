@@ -14,6 +14,7 @@ import pytest
 
 import tieredemb as te
 from tieredemb.lookup.histories import Histories, StoredBytes
+from tieredemb.lookup.history import DenseStep
 from tieredemb.lookup.optimizer import hyperparameters, new_histories
 
 ADAM = te.AdamW(lr=0.1, weight_decay=0.1)
@@ -192,7 +193,7 @@ def alone(*rates):
 def test_tables_that_take_the_same_steps_share_what_is_kept_of_them():
     histories = new_histories(ADAM, 3)
     for step in range(1, 1500):  # more than there is room for at first
-        histories.append(range(3), *numbers(step))
+        histories.append(range(3), DenseStep(*numbers(step)))
     assert histories.shared_by([0, 1, 2]) is histories.of[0]
     assert histories.size_bytes() == histories.of[0].size_bytes()
     expected = taken(alone(*[0.1] * 1499))
@@ -201,14 +202,14 @@ def test_tables_that_take_the_same_steps_share_what_is_kept_of_them():
 
 def test_a_table_that_takes_a_step_of_its_own_leaves_the_others_theirs():
     histories = new_histories(ADAM, 3)
-    histories.append(range(3), *numbers(1))
-    histories.append([0, 2], *numbers(2))
-    histories.append([2], *numbers(3, 0.2))
+    histories.append(range(3), DenseStep(*numbers(1)))
+    histories.append([0, 2], DenseStep(*numbers(2)))
+    histories.append([2], DenseStep(*numbers(3, 0.2)))
     assert histories.shared_by([0, 2]) is histories.shared_by([0, 1]) is None
     expected = [alone(0.1, 0.1), alone(0.1), alone(0.1, 0.1, 0.2)]
     assert [taken(each) for each in histories.of] == [taken(each) for each in expected]
-    histories.append([1], *numbers(2))
-    histories.append([0, 1], *numbers(3, 0.2))
+    histories.append([1], DenseStep(*numbers(2)))
+    histories.append([0, 1], DenseStep(*numbers(3, 0.2)))
     assert [taken(each) for each in histories.of] == [taken(alone(0.1, 0.1, 0.2))] * 3
     assert histories.shared_by([0, 1, 2]) is None
     histories.share()  # as once they were read from a file
@@ -218,8 +219,8 @@ def test_a_table_that_takes_a_step_of_its_own_leaves_the_others_theirs():
 def test_a_step_that_is_told_again_is_taken_once():
     histories = new_histories(ADAM, 2)
     for step in (1, 2):
-        histories.append(range(2), *numbers(step))
-        histories.append(range(2), *numbers(step))
+        histories.append(range(2), DenseStep(*numbers(step)))
+        histories.append(range(2), DenseStep(*numbers(step)))
     assert [taken(each) for each in histories.of] == [taken(alone(0.1, 0.1))] * 2
 
 
@@ -227,7 +228,7 @@ def test_a_step_that_is_told_again_is_taken_once():
 def test_a_history_that_becomes_another_one_leaves_those_that_shared_it(change):
     histories = new_histories(ADAM, 2)
     for step in (1, 2):
-        histories.append(range(2), *numbers(step))
+        histories.append(range(2), DenseStep(*numbers(step)))
     first, second = histories.of
     if change == "restart":
         first.restart(2)
@@ -246,7 +247,7 @@ def test_a_history_that_becomes_another_one_leaves_those_that_shared_it(change):
 def test_histories_that_were_saved_are_shared_when_they_are_read():
     histories = new_histories(ADAM, 3)
     for step in (1, 2):
-        histories.append([0, 1], *numbers(step))
+        histories.append([0, 1], DenseStep(*numbers(step)))
     read = new_histories(ADAM, 3)
     read.take(read.parsed(StoredBytes(histories.to_bytes()), [2, 2, 0]))
     assert [taken(each) for each in read.of] == [taken(each) for each in histories.of]

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tieredemb.config import StepTerms
-from tieredemb.lookup.history import History
+from tieredemb.lookup.history import DenseStep, History
 from tieredemb.lookup.history_archive import is_archive, parts_of
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ class Histories:
     def __init__(self, of: Sequence[History]) -> None:
         self.of = tuple(of)
 
-    def append(self, tables: Iterable[int], step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
+    def append(self, tables: Iterable[int], step: DenseStep) -> None:
         """Keeps a step that `tables` take; see `History.append`."""
         alike: dict[int, list[History]] = {}
         for each in self.of if len(self.of) == 1 else [self.of[table] for table in tables]:
             alike.setdefault(id(each.rates), []).append(each)
         for first, *others in alike.values():
-            first.append_to_all(others, step, rate, numbers, terms)
+            first.append(*step, others=others)
 
     def shared_by(self, tables: Sequence[int]) -> History | None:
         """That of tables which have taken the same steps, and share its arrays; None of others."""
@@ -109,6 +108,7 @@ class Histories:
                 each.share(alike)
 
     def size_bytes(self) -> int:
+        """Those that several share count once."""
         return sum(each.size_bytes() for each in {id(each.rates): each for each in self.of}.values())
 
     def to_bytes(self) -> bytes:

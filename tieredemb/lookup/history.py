@@ -48,6 +48,15 @@ class CopiedRows(NamedTuple):
     dirty: Array
 
 
+class DenseStep(NamedTuple):
+    """A step of a dense optimizer, as rows that missed it need it; see `History.append`."""
+
+    step: int
+    rate: float
+    numbers: tuple[float, ...]
+    terms: StepTerms
+
+
 class History:
     """The steps of one table, or of tables that take all of them together, from 1; `steps`: how many were taken ·
     `base`: the earliest that a row may stand at · `count_of_numbers`: N below. Tables that have taken the same steps
@@ -120,17 +129,18 @@ class History:
             made[name][: len(array)] = array
         self.__dict__.update(made)
 
-    def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
-        """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
-        and its terms. Of a step that it has it takes no notice. Those who share its arrays do not take it."""
-        if step > self.steps:
-            self.part()
-            self._append(step, rate, numbers, terms)
-
-    def append_to_all(
-        self, others: Sequence[History], step: int, rate: float, numbers: Sequence[float], terms: StepTerms
+    def append(
+        self,
+        step: int,
+        rate: float,
+        numbers: Sequence[float],
+        terms: StepTerms,
+        *,
+        others: Sequence[History] = (),
     ) -> None:
-        """The same for it and `others` that share its arrays, and go on sharing them."""
+        """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
+        and its terms. Of a step that it has it takes no notice. Of those who share its arrays `others` take the step,
+        too, and go on sharing them; the rest do not."""
         if step > self.steps:
             if len(self.sharers) > len(others) + 1:
                 self.part()

@@ -18,7 +18,7 @@ import numpy as np
 from tieredemb.config import OptimizerConfig, StepTerms
 from tieredemb.errors import ConfigError, shown
 from tieredemb.lookup.histories import Histories
-from tieredemb.lookup.history import History
+from tieredemb.lookup.history import DenseStep, History
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -99,6 +99,11 @@ class Hyperparameters:
     step: int = 0
     missed: tuple[float, ...] = ()
     terms: StepTerms | None = None
+
+    @property
+    def dense_step(self) -> DenseStep | None:
+        """What a history keeps of it, if it is a dense optimizer's."""
+        return None if self.terms is None else DenseStep(self.step, float(self.rate[0]), self.missed, self.terms)
 
 
 def check_rate(lr: object) -> float:

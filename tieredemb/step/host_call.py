@@ -25,7 +25,7 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import EqualBags, rows_space
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.lookup.history import CopiedRows
+from tieredemb.lookup.history import CopiedRows, DenseStep, History
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
@@ -64,21 +64,17 @@ class RowPass(Change):
 def note_steps(passes: Sequence[RowPass]) -> None:
     """Notes that tables have taken steps, and of dense optimizers what rows that these did not reach will need. A
     second call does nothing."""
-    alike: dict[object, tuple[RowPass, list[int]]] = {}  # tables that take one step
+    alike: dict[tuple[Cache, DenseStep], list[int]] = {}
     for each in passes:
-        its = each.numbers
-        if its is not None and its.terms is not None:
-            key = each.cache, its.step, float(its.rate[0]), its.missed, its.terms
-            alike.setdefault(key, (each, []))[1].extend(each.steps)
-    for first, tables in alike.values():
-        its = first.numbers
-        assert its is not None
-        assert its.terms is not None
-        first.cache.cold.history.append(tables, its.step, its.rate[0], its.missed, its.terms)
+        step = each.numbers.dense_step if each.numbers is not None and each.numbers.terms is not None else None
+        if step is not None:
+            alike.setdefault((each.cache, step), []).extend(each.steps)
+    for (cache, step), tables in alike.items():
+        cache.cold.history.append(tables, step)
     for each in passes:
-        steps = each.cache.cold.metadata.steps
-        for table, step in each.steps.items():
-            steps[table] = step
+        taken = each.cache.cold.metadata.steps
+        for table, count in each.steps.items():
+            taken[table] = count
 
 
 def carry_out(passes: Sequence[RowPass]) -> None:
@@ -114,7 +110,6 @@ class HostGroupCall:
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
         self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
-        self.history = group.kept  # of a dense optimizer, where that is one
         # as they were brought to these steps for reading, and how many each table has replayed
         self._copies: tuple[CopiedRows, list[int]] | None = None
         self.stack = stack
@@ -256,9 +251,9 @@ class HostGroupCall:
         self.is_caught_up = True
         return True
 
-    def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters) -> Pass:
+    def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters, history: History | None) -> Pass:
         """One optimizer step, given the gradients of what `pool_below` has put out, of each feature in turn, float32
-        (B, D), which stay where they are. The caller holds the lock."""
+        (B, D), which stay where they are. `history`: of a dense optimizer. The caller holds the lock."""
         first = min(grads, key=torch.Tensor.data_ptr)
         space = copy.copy(self.group.space)
         # rows of an array that begins where the first gradient does, each behind as many numbers as lie in between
@@ -266,7 +261,7 @@ class HostGroupCall:
         segments, gradient = gather(self.group, [self], [first])
         gradient, hot = replace(gradient, sample=self.bags.sample), self.group.cache.hot
         rounding = rounding_of(self.group, hot.key, ahead=1)
-        made = update(hot, segments, gradient, space, numbers, self.history, rounding)
+        made = update(hot, segments, gradient, space, numbers, history, rounding)
         made.held = grads
         return made
 
@@ -480,15 +475,14 @@ def _joint_update(joint: JointCall, sets: Sequence[Collected]) -> RowPass | None
     caller holds the locks of the rows."""
     collected = joint.in_order([pair for calls in sets for pair in calls])
     (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
-    if joint.is_dense:
-        whole.history = whole.group.shared_history
-        if whole.history is None:  # each table has taken steps of its own
-            return None
+    history = whole.group.shared_history if joint.is_dense else None
+    if joint.is_dense and history is None:  # each table has taken steps of its own
+        return None
     numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
     if numbers is None:
         return None
     whole.group.cache.check_rows(whole.ticket)
-    return RowPass(whole.group, whole.update_below(grads, numbers), numbers)
+    return RowPass(whole.group, whole.update_below(grads, numbers, history), numbers)
 
 
 def _shared_numbers(
@@ -506,10 +500,8 @@ def _shared_numbers(
         if its is None:
             return None
         found.append(its)
-    if len({(each.recipe, each.numbers, each.scale, each.step, each.missed, each.terms) for each in found}) > 1:
+    if len({(each.recipe, each.numbers, each.scale, each.dense_step) for each in found}) > 1:
         return None
-    if found[0].terms is not None and len({float(each.rate[0]) for each in found}) > 1:
-        return None  # rows that miss the step move by its rate, too
     return replace(found[0], rate=np.concatenate([each.rate for each in found]))
 
 

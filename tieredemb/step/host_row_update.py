@@ -56,8 +56,8 @@ def update_rows(
                 change.has_begun = True
                 _update(group, some, its)
         for group, its in zip(groups, taken, strict=True):
-            if its.terms is not None:
-                group.cache.cold.history.append(group.stepping, its.step, its.rate[0], its.missed, its.terms)
+            if its.dense_step is not None:
+                group.cache.cold.history.append(group.stepping, its.dense_step)
             group.steps = [step + 1 for step in group.steps]
 
 

@@ -38,9 +38,10 @@ LAGGING: set[weakref.ref[JointCall]] = set()  # those with rows that are yet to 
 
 
 def catch_up_lagging(*tables: TableSet) -> None:
-    """Before a step of these tables: rows of theirs are brought forward that forwards which have come look up."""
+    """Before a step of these tables: brings the rows of forwards that have come to the current step, where that was put
+    off (`JointCall._catch_up_later`). The joint calls may be those of other threads."""
     stepping = {(each.pool, each.number) for each in tables if isinstance(each, Member)}
-    for known in list(LAGGING):  # of whatever thread
+    for known in list(LAGGING):
         joint = known()
         if joint is None:
             LAGGING.discard(known)
@@ -143,7 +144,7 @@ class JointCall(Call):
         now = self._lookup_now()
         if self._rows_of is None:
             self._rows_of = now
-        if now is not None and now == self._rows_of:
+        if now == self._rows_of:
             if self._node is None:
                 came = Came()  # of a leaf of its own, as in `Engine.lookup`
                 outputs = dict(enumerate(JOINT_LOOKUP(hook.detach().requires_grad_(), self._outputs_apart, came)))
@@ -195,11 +196,11 @@ class JointCall(Call):
         now = self._lookup_now()
         if self._rows_of is None:
             self._rows_of = now
-        return now is not None and now == self._rows_of
+        return now == self._rows_of
 
     @abc.abstractmethod
     def _lookup_now(self) -> Hashable:
-        """What the outputs of a lookup now would depend on; None where forwards are looked up one by one."""
+        """What the outputs of a lookup now would depend on."""
 
     def _looked_up(self) -> torch.Tensor:
         """The outputs of all forwards, (F, B, D)."""
@@ -231,7 +232,8 @@ class JointCall(Call):
         self._forget(*positions)
 
     def _forget(self, *those: Any) -> None:
-        """They are over, with the last one the plan is: forwards, and who brings rows of them forward."""
+        """Ends forwards, by position, or what has kept the plan in flight beside them; with the last one the plan
+        ends."""
         self._in_flight.difference_update(those)
         node = self._node  # which a forward that ends with it forgets meanwhile
         if node is not None:
@@ -289,7 +291,7 @@ class PartCall(Call):
         self.joint.release_part(self.position)
 
     def __del__(self) -> None:
-        if getattr(self, "_lasts", False):  # what lags behind keeps those whose rows it is about
+        if getattr(self, "_lasts", False):  # no forward whose rows lag behind: the joint call holds these
             self.joint._forget(self.position)
 
     @property
