@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tieredemb.errors import BackwardError
+from tieredemb.step.call import LOOKUP, Calls
 from tieredemb.step.host_joint_call import HostJointCall
-from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
 
 FORWARDS, SAMPLES, WIDTH = 4, 2, 3
 
@@ -45,9 +45,9 @@ class Forward:
 def node():
     """The outputs of a node, zeros, and what it has collected: by position, the gradients."""
     backward_pass = Pass()
-    came = Came({position: Forward(position, backward_pass) for position in range(FORWARDS)})
+    came = Calls({position: Forward(position, backward_pass) for position in range(FORWARDS)})
     leaf, zeros = torch.zeros(0, requires_grad=True), torch.zeros(FORWARDS, SAMPLES, WIDTH)
-    outputs = JOINT_LOOKUP(leaf, lambda: [each.data for each in zeros.unbind()], came)
+    outputs = LOOKUP(leaf, None, came, lambda: [each.data for each in zeros.unbind()])
 
     def collected():
         return [(call.position, grad.tolist()) for call, grad in backward_pass.collected]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tieredemb.step.host_joint_call import HostJointCall
-from tieredemb.step.joint_call import PlannedTogether
-from tieredemb.step.planned_forwards import Made
+from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 
 
 class Waits:
@@ -17,8 +14,7 @@ class Waits:
 
     def __init__(self, *inputs):
         self.tables = [object() for _ in inputs]
-        contexts = [SimpleNamespace(tables=each) for each in self.tables]
-        self.planned = PlannedTogether(Made(None), list(zip(contexts, inputs, strict=True)))
+        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), Made(None))
 
     def come(self, number, given):
         """Whether one that comes is taken for that forward."""
@@ -85,15 +81,14 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
             asked.append("complete")
             return arrives
 
-        def share(self, number, context, given):
+        def share(self, number, given):
             asked.append("share")
-            return number, context, given
+            return number, given
 
         def release_part(self, number):
             asked.append("release")
 
-    context = SimpleNamespace(tables=object())
-    planned = PlannedTogether(Made(Joint()), [(context, (ids,))])
-    number = planned.take(context.tables, (ids,))
-    assert planned.call_of(number) == ((0, context, (ids,)) if arrives else None)
+    tables, forwards = object(), PlannedForwards()
+    forwards.add(Planned([(tables, (ids,))], Made(Joint())))
+    assert forwards.take(tables, (ids,)) == ((0, (ids,)) if arrives else None)
     assert asked == (["complete", "share"] if arrives else ["complete", "release"])

@@ -17,7 +17,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, Waiting
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tieredemb.tables.table_set import Place, Placed
 
 Unit = list[LookupSpec]
-PlannedUnit = tuple[PlannedForwards, Waiting]  # what was planned, and among what it waits
+PlannedUnit = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
 PlanAlone = Callable[..., Planned]  # one forward, by what it looks up, `ages` and `memory`
 
 
@@ -141,15 +141,15 @@ def _plan_joint(
 ) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself."""
-    from tieredemb.step.joint_call import PlannedTogether, joint_context, known_context
+    from tieredemb.step.joint_call import joint_context, known_context
     from tieredemb.step.joint_form import JointForm, form_key, may_join
 
-    first, numbers, inputs, forwards = cast("TieredModule", unit[0].module), [], [], []
+    first, numbers, inputs, contexts = cast("TieredModule", unit[0].module), [], [], []
     for module, given, _ in unit:
         module = cast("TieredModule", module)
         numbers.append(cast("Member", module.engine.tables).number)
         inputs.append(given)
-        forwards.append((module.call_context, given))
+        contexts.append(module.call_context)
     tables, shown = cast("Member", first.engine.tables), form_key(inputs)
     try:
         context = known_context(tables.pool, tuple(numbers), first.options)
@@ -162,7 +162,7 @@ def _plan_joint(
             form = JointForm(batches)
             context.keep_form(shown, form)
         device = tables.pool.placed.now.config.device
-        call = _joint_call_type(device.type)(context, form)
+        call = _joint_call_type(device.type)(context, form, contexts)
         trains = unit[0].trains and any(lookup.module.is_trainable for lookup in unit)  # some may be frozen by now
         may_exceed = first.engine.may_exceed_bags
 
@@ -181,7 +181,8 @@ def _plan_joint(
                 future = Made(plan())
     except (TieredEmbError, RuntimeError):
         return False
-    among, planned = first.planned, PlannedTogether(future, forwards)
+    among = first.planned
+    planned = Planned([(each.tables, given) for each, given in zip(contexts, inputs, strict=True)], future)
     made.append((among, planned))
     among.add(planned)
     return True

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tieredemb.sharding.call import ReadyGradients, ShardedCall
     from tieredemb.sharding.captures import Captures
     from tieredemb.sharding.recorded_asks import RecordedAsks
+    from tieredemb.step.engine import Engine
 
     Array = np.ndarray[Any, Any]
 
@@ -69,6 +70,11 @@ class ShardedContext:
     offers_ahead: bool = True
     plans_ahead: bool = True
     _told_longer: bool = False
+
+    @property
+    def updater(self) -> Engine:
+        """Who has the optimizer of rows here: of several widths that which comes to follow one last."""
+        return self.shards[-1].engine
 
     def check_trainable(self) -> None:
         """Raises `BackwardError` where the tables have no optimizer."""

@@ -136,7 +136,7 @@ class LastingCall(ShardedCall):
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
         for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
             again = plan.again([next(its) for _ in plan.parts])
-            planned = Planned(shard.engine.tables, request.batch.given, Made(again))
+            planned = Planned([(shard.engine.tables, request.batch.given)], Made(again))
             shard.engine.planned.add(planned)
             call._plans.append(again)
             call._planned.append((shard.engine.planned, planned))

@@ -26,7 +26,7 @@ from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import LOOKUP, Call
+from tieredemb.step.call import Call, look_up
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.config import TableSetConfig
 
@@ -86,7 +86,7 @@ class Together(Ranks):
             raise
         except (TieredEmbError, torch.OutOfMemoryError) as error:
             made = Made(None, error)
-        planned = Planned(self.held[0].engine.tables, given, made)
+        planned = Planned([(self.held[0].engine.tables, given)], made)
         self._planned.add(planned)
         return planned
 
@@ -163,7 +163,7 @@ class Together(Ranks):
             return cast("Call", call)
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            return LOOKUP(hook.detach().requires_grad_() if trains else hook, weights, make)
+            return look_up(hook.detach().requires_grad_() if trains else hook, weights, make)
         call = make()
         try:
             return call.pool(weights, differentiable=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.step.call import Call, Collected
+from tieredemb.step.call import Call, Calls, Collected
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, of_rows
 from tieredemb.step.table_tensor import TableTensor
@@ -100,7 +100,7 @@ def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tenso
     autograd reaches their leaves, which come first."""
     leaves, calls, collected = [], list[Call](), Collected()
     for node in _nodes(heads):
-        its = [node.call] if hasattr(node, "call") else list(node.came.values())
+        its = [node.call] if hasattr(node, "call") else list(node.calls.values())
         if node.needs_input_grad[0]:
             leaves.append(node.next_functions[0][0].variable)
             calls += its
@@ -119,15 +119,10 @@ def _nodes(heads: Sequence[torch.Tensor]) -> list[Any]:
     seen, found = set(todo), []
     while todo:
         node: Any = todo.pop()
-        if isinstance(getattr(node, "call", None), (Call, WholeUse)) or _is_joint(node):
+        if isinstance(getattr(node, "call", None), WholeUse) or isinstance(getattr(node, "calls", None), Calls):
             found.append(node)
         for after, _ in node.next_functions:
             if after is not None and after not in seen:
                 seen.add(after)
                 todo.append(after)
     return found
-
-
-def _is_joint(node: Any) -> bool:
-    came = getattr(node, "came", None)
-    return isinstance(came, dict) and all(isinstance(each, Call) for each in came.values())

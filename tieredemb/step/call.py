@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import BackwardError
 from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.batch import Batch
+from tieredemb.step.batch import Batch, Given
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -116,7 +116,24 @@ class CallContext:
         return optimizer
 
 
-class Call(abc.ABC):
+class OneForward:
+    """What was planned for one forward, or for several, of which each then has its share."""
+
+    def share(self, number: int, given: Given) -> Any:
+        """The call of the forward of that number, which is `given` these inputs; None where these are known to be
+        others by now than those that were planned."""
+        return self
+
+    def release_part(self, *numbers: int) -> None:
+        """Forwards are over; with the last one the plan is."""
+        self.release()
+
+    def release(self) -> None:
+        """Keeps no rows in their slots any more."""
+        raise NotImplementedError
+
+
+class Call(OneForward, abc.ABC):
     """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
     the forward comes and it is started. `batch`: B, its samples."""
 
@@ -229,31 +246,49 @@ class Call(abc.ABC):
         return self.consumed or not any(part.ticket.lasts for part in self.parts)
 
 
+class Calls(dict[int, Call]):
+    """Those of a node, by the numbers of their outputs. The node alone keeps them."""
+
+
 class LookupFunction(torch.autograd.Function):
-    """Autograd node of one call. The table is no input; `hook` (float32 (0,)) asks for the gradient in its place."""
+    """Autograd node of calls that are looked up as one, with an output of each: one call of Python for all of them,
+    forward and backward. Tables are no inputs; `hook` (float32 (0,)) asks for the gradient in their place. `weights`:
+    of the samples, of one call alone · `calls`: those that have come, or will."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hook: torch.Tensor,
         weights: torch.Tensor | None,
-        make: Callable[[], Call],
-    ) -> torch.Tensor:
-        call = make()
-        call.keeps_rows = weights is not None and weights.requires_grad
-        out = call.pool(weights, differentiable=True)
-        ctx.call = call
+        calls: Calls,
+        outputs: Callable[[], Sequence[torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # no gradient for outputs that nobody has used
+        ctx.calls = calls
+        found = tuple(outputs())
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
         if not ctx.needs_input_grad[0]:
-            call.release()  # the gradient of the weights needs the rows of the forward alone, which the call keeps
-        return out
+            release_all([*calls.values()])  # the gradient of weights needs the rows of the forward, which calls keep
+        return found
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
         if is_compiling() or callback() is not None:
-            return _backward_untraced(ctx, grad)
+            return _backward_untraced(ctx, *grads)
         # a backward that builds no graph of itself is spared what refuses to differentiate it
-        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
+
+
+def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], Call]) -> torch.Tensor:
+    """The output of a call that is made inside of its node."""
+    calls = Calls()
+
+    def outputs() -> list[torch.Tensor]:
+        call = calls[0] = make()
+        call.keeps_rows = weights is not None and weights.requires_grad
+        return [call.pool(weights, differentiable=True)]
+
+    return LOOKUP(hook, weights, calls, outputs)[0]
 
 
 def release_all(calls: Sequence[Any]) -> None:
@@ -278,30 +313,33 @@ def check_backward(call: Call) -> None:
     call.context.check_trainable()
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-    """Collects the gradient of a call's output for the update, and computes that of its weights."""
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
+    """Collects the gradients of calls' outputs for the update, and computes that of weights."""
     for listener in tuple(BACKWARDS):
         listener()
-    call: Call = ctx.call
-    of_rows, of_weights, _ = ctx.needs_input_grad
-    # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
-    requested = call.requested
+    calls, (of_rows, of_weights, *_) = ctx.calls, ctx.needs_input_grad
+    # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the tables'
+    requested = next(iter(calls.values())).requested if calls else None
     trains = requested is None and of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    collected = [(calls[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None]
+    if len(grads) == 1 and collected:  # an update puts several together
+        collected = [(collected[0][0], collected[0][1].contiguous())]
     if trains or requested is not None:
-        check_backward(call)
-    grad = grad.detach()
-    if grad.dtype is not torch.float32 or not grad.is_contiguous():
-        grad = grad.to(torch.float32).contiguous()
+        for call, _ in collected:
+            optimizer = call.context.updater.optimizer
+            if call.consumed or optimizer is None or not optimizer.is_there:
+                check_backward(call)
     weights_grad = None
-    if of_weights:
-        shape, dtype = ctx.weights_like
+    if of_weights and collected:
+        ((call, grad),), (shape, dtype) = collected, ctx.weights_like
         weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
     if requested is not None:
-        requested.append((call, grad))
-    elif trains:
-        call.context.backward_pass.add((call, grad))
-        call.consumed = True
-    return None, weights_grad, None
+        requested += collected
+    elif trains and collected:
+        collected[0][0].context.backward_pass.add(*collected)
+        for call, _ in collected:
+            call.consumed = True
+    return None, weights_grad, None, None
 
 
 _backward_once = once_differentiable(_backward)
@@ -309,9 +347,7 @@ _backward_untraced = untraced(_backward_once)
 
 
 # `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
-LOOKUP: Callable[[torch.Tensor, torch.Tensor | None, Callable[[], Call]], torch.Tensor] = super(
-    torch.autograd.Function, LookupFunction
-).apply  # type: ignore[misc]
+LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply  # type: ignore[misc]
 
 
 def _backward_depth() -> int:

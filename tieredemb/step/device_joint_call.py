@@ -10,7 +10,6 @@ import torch
 from tieredemb.cache.tickets import TicketShare
 from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.device_bags import DeviceBags, join_edges
-from tieredemb.step.call import CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
@@ -37,8 +36,8 @@ class DeviceJointCall(JointCall, DeviceCall):
 
         return self.form.join(forwards, edges)
 
-    def share(self, position: int, context: CallContext, given: Given) -> DevicePartCall:
-        return DevicePartCall(self, position, context)
+    def share(self, number: int, given: Given) -> DevicePartCall:
+        return DevicePartCall(self, number)
 
     def begin_alone(self) -> None:
         self.source = None

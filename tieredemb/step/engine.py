@@ -21,7 +21,6 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import (
-    LOOKUP,
     NUMBERS,
     BackwardPass,
     Call,
@@ -29,6 +28,7 @@ from tieredemb.step.call import (
     Collected,
     in_forward_order,
     inside_backward,
+    look_up,
     release_all,
 )
 from tieredemb.step.gradient_norms import OverRanks
@@ -173,7 +173,7 @@ class Engine:
             make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
-            return LOOKUP(hook.detach().requires_grad_() if trains else hook, weights, make)
+            return look_up(hook.detach().requires_grad_() if trains else hook, weights, make)
         call = self.begin(batch, context, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
@@ -186,9 +186,6 @@ class Engine:
         `trains`: whether a backward is to update rows."""
         if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
             return None
-        for part in given:
-            if not isinstance(part, torch.Tensor):
-                return None
         if hook.is_cuda:
             self.tables.placed.now.check_earlier()
         trains = trains and torch.is_grad_enabled()
@@ -215,7 +212,7 @@ class Engine:
         except BaseException:
             call.release()
             raise
-        return LOOKUP(hook.detach().requires_grad_(), None, functools.partial(_itself, call))
+        return look_up(hook.detach().requires_grad_(), None, lambda: call)
 
     def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
@@ -297,7 +294,7 @@ class Engine:
             return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
 
         if executor.is_entered:
-            planned = Planned(self.tables, given, executor.submit(now))
+            planned = Planned([(self.tables, given)], executor.submit(now))
             self.planned.add(planned)
             return planned
         caches = [group.cache for group in self.tables.groups]
@@ -314,7 +311,7 @@ class Engine:
 
         # before the executor's stream is used: a capture on another thread may have forked into it
         with contextlib.nullcontext() if executor.apart else self.tables.planning():
-            planned = Planned(self.tables, given, executor.submit(plan))
+            planned = Planned([(self.tables, given)], executor.submit(plan))
         self.planned.add(planned)
         return planned
 
@@ -374,10 +371,6 @@ class Engine:
         if isinstance(self.optimizer, FollowedOptimizer):
             bind_all(self.optimizer, self.optimizer.table_parameters)
         self._connect()
-
-
-def _itself(call: Call) -> Call:
-    return call
 
 
 class _Rows:

@@ -14,7 +14,6 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags_cpu import Bags, offsets_rise
-from tieredemb.step.call import CallContext
 from tieredemb.step.host_call import HostCall, HostGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
 
@@ -60,14 +59,14 @@ class HostJointCall(JointCall, HostCall):
             its += self.starts[number]
         return torch.from_numpy(edges)
 
-    def share(self, position: int, context: CallContext, given: Given) -> HostPartCall | None:
+    def share(self, number: int, given: Given) -> HostPartCall | None:
         """A numpy array over the memory of a tensor can change it, and torch does not know."""
         ids, *offsets = cast("tuple[torch.Tensor, ...]", given)
-        if not torch.equal(ids.reshape(-1).to(torch.int64), self._ids[position]):
+        if not torch.equal(ids.reshape(-1).to(torch.int64), self._ids[number]):
             return None
-        if offsets and not torch.equal(offsets[0], self._offsets[position]):
+        if offsets and not torch.equal(offsets[0], self._offsets[number]):
             return None
-        return HostPartCall(self, position, context)
+        return HostPartCall(self, number)
 
     def _lookup_now(self) -> Hashable:
         return self.parts[0].group.cache.rows_version, torch.is_inference_mode_enabled()

@@ -11,16 +11,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tieredemb.step.call import NUMBERS, BackwardPass, Call, CallContext, Collected
+from tieredemb.step.call import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Calls, Collected
 from tieredemb.step.joint_form import JointForm, JointForms
-from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
-from tieredemb.step.planned_forwards import Made, Waiting, has_failed, shown_by
-from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Member, Pool, Together
 
 if TYPE_CHECKING:
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
     from tieredemb.step.batch import Batch, Given
     from tieredemb.tables.row_optimizer import RowOptimizer
     from tieredemb.tables.table_set import TableSet
-
-    Forward = tuple[CallContext, Given]
 
 MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
 
@@ -96,11 +90,13 @@ def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) 
 
 
 class JointCall(Call):
-    """The forwards of several tables as one call, of batches of one `form`. `starts`: where the ids of each begin, and
-    where they end · `count`: how many forwards these are · `is_dense`: whether tables have steps to catch up with."""
+    """The forwards of several tables as one call, of batches of one `form`. `contexts`: of who makes each forward ·
+    `starts`: where the ids of each begin, and where they end · `count`: how many forwards these are · `is_dense`:
+    whether tables have steps to catch up with."""
 
-    def __init__(self, context: JointContext, form: JointForm) -> None:
+    def __init__(self, context: JointContext, form: JointForm, contexts: Sequence[CallContext]) -> None:
         super().__init__(context, form.size)
+        self.contexts = contexts
         self.form, self.starts, self.count = form, form.starts, len(form.starts) - 1
         self.is_dense = context.is_dense
         self._forget_parts()
@@ -111,7 +107,7 @@ class JointCall(Call):
         self._rows_of: Hashable = None  # of what version of rows, and how they were looked up
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
-        self._node: tuple[weakref.ref[Came], dict[int, torch.Tensor]] | None = None
+        self._node: tuple[weakref.ref[Calls], dict[int, torch.Tensor]] | None = None
         self._awaited = set(range(self.count))  # forwards that have yet to come
         self._lagging: list[PartCall] = []  # those that have come, whose rows are to be brought to the current step
         self._taking = threading.Lock()  # of those by one thread
@@ -120,11 +116,6 @@ class JointCall(Call):
     def join(self, forwards: Sequence[Given]) -> Batch:
         """What the forwards are given, as one batch to be planned. Raises `InvalidInputError` for what is wrong with
         one of them, or leaves that to the plan."""
-
-    @abc.abstractmethod
-    def share(self, position: int, context: CallContext, given: Given) -> PartCall | None:
-        """The forward of one table, that at `position`, which is `given` these inputs; None where these are known to
-        be others by now than those that were planned."""
 
     def begin_alone(self) -> None:
         """One of the forwards is about to be looked up by itself."""
@@ -146,8 +137,8 @@ class JointCall(Call):
             self._rows_of = now
         if now == self._rows_of:
             if self._node is None:
-                came = Came()  # of a leaf of its own, as in `Engine.lookup`
-                outputs = dict(enumerate(JOINT_LOOKUP(hook.detach().requires_grad_(), self._outputs_apart, came)))
+                came, leaf = Calls(), hook.detach().requires_grad_()  # of its own, as in `Engine.lookup`
+                outputs = dict(enumerate(LOOKUP(leaf, None, came, self._outputs_apart)))
                 for position in outputs.keys() - self._in_flight:
                     del outputs[position]
                 self._node = weakref.ref(came), outputs
@@ -248,9 +239,9 @@ class PartCall(Call):
     """The forward of one table of a `joint` call, that at `position`. By itself it has a part only where something is
     asked that does not concern all: weights of its samples, or an update without the others."""
 
-    def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
+    def __init__(self, joint: JointCall, position: int) -> None:
         self.joint, self.position = joint, position  # what it is a part of
-        self.context, self.batch = context, joint.batch
+        self.context, self.batch = joint.contexts[position], joint.batch
         joint._awaited.discard(position)
         self.ids = joint.starts[position + 1] - joint.starts[position]
         self._parts: list[Any] = []
@@ -333,72 +324,3 @@ def by_joint(sets: Sequence[Collected]) -> tuple[list[tuple[JointCall, list[Coll
         else:
             found.append((joint, its))
     return found, rest
-
-
-class PlannedTogether(Waiting):
-    """The forwards of a joint call, planned or being planned as `future`, each in its tables and of its inputs:
-    `forwards` names them, with the context of who makes them."""
-
-    def __init__(self, future: Future[JointCall], forwards: Sequence[Forward]) -> None:
-        self._forwards = forwards
-        self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
-        self._begin(future)
-
-    def _begin(self, future: Future[JointCall]) -> None:
-        self._future = future
-        self._call: JointCall | None = None  # once it has come to its end
-        self.count = self.left = len(self._forwards)
-        self._shown: list[Any] = [shown_by(given) for _, given in self._forwards]  # None of one that was taken
-
-    def take(self, tables: TableSet, given: Given) -> int | None:
-        number = self._number.get(id(tables))
-        if number is None or self._shown[number] is None or shown_by(given) != self._shown[number]:
-            return None
-        self._shown[number] = None
-        self.left -= 1
-        return number
-
-    def call_of(self, number: int) -> Call | None:
-        call = self._call
-        if call is None:
-            if self._future.cancelled() or self._future.exception() is not None:
-                return None
-            call = self._future.result()
-            if not call.complete():
-                call.release_part(number)
-                return None
-            self._call = call
-        part = call.share(number, *self._forwards[number])
-        if part is None:
-            call.release_part(number)
-        return part
-
-    @property
-    def failed(self) -> bool:
-        return has_failed(self._future)
-
-    def result(self) -> JointCall:
-        return self._future.result()
-
-    def again(self, call: Call) -> PlannedTogether:
-        assert isinstance(call, JointCall)
-        planned = shallow_copy(self)
-        planned._begin(Made(call))
-        return planned
-
-    def wait(self) -> None:
-        if not self._future.cancelled():
-            self._future.exception()
-
-    def drop(self) -> None:
-        if not self._future.cancel():
-            self._future.add_done_callback(self._release)
-
-    def end(self) -> None:
-        self.wait()
-        self._release(self._future)  # its callback may come a moment later, on the thread that has planned
-
-    def _release(self, future: Future[JointCall]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            left = [number for number, shown in enumerate(self._shown) if shown is not None]
-            future.result().release_part(*left)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,106 +59,95 @@ class Made(Future[T]):
         fn(self)
 
 
-class Waiting(abc.ABC):
-    """What was planned as one, or is being, and waits for its forwards. `count`: how many they are · `left`: how many
-    of them have not come."""
+class Planned:
+    """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
+    twice, and its inputs, held so that no other tensor can take their place in memory · `count`: how many they are ·
+    `left`: how many of them have not come."""
 
-    count = left = 1
+    def __init__(self, forwards: Sequence[tuple[TableSet, Given]], future: Future[Any]) -> None:
+        self._forwards = forwards
+        self._numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
+        # inputs as they are now: of a tensor itself, where its memory begins, how often that was changed in place,
+        # which tensors made in inference mode do not tell, and what it shows of that; None of a forward that was taken
+        self._seen: list[list[Any] | None] = []
+        for _, given in forwards:
+            seen: list[Any] = []
+            for each in given:
+                if isinstance(each, torch.Tensor):
+                    version = -1 if each.is_inference() else each._version
+                    seen.append((each, each.data_ptr(), version, each.shape, each.stride()))
+                else:
+                    seen.append(each)
+            self._seen.append(seen)
+        self.count = self.left = len(forwards)
+        self.future: Future[Call] = future
+        self._call: Call | None = None  # while some are left, once the plan has come to its end
 
-    @abc.abstractmethod
     def take(self, tables: TableSet, given: Given) -> int | None:
-        """Which of its forwards, if any, one that has come is: in `tables`, of these inputs, as they are now
-        (`shown_by`). It is no longer waited for."""
+        """Which of the forwards, if any, one that has come is: in `tables`, of these inputs, as they are now. It is no
+        longer waited for."""
+        number = self._numbers.get(id(tables))
+        if number is None:
+            return None
+        seen = self._seen[number]
+        if seen is None or not _is_same(given, seen):
+            return None
+        self._seen[number] = None
+        self.left -= 1
+        return number
 
-    @abc.abstractmethod
-    def call_of(self, number: int) -> Call | None:
-        """The call of a forward that was taken, once it is planned; None where planning failed: the forward then finds
-        out why by itself."""
+    def call_of(self, number: int, future: Future[Call]) -> Call | None:
+        """The call of a forward that was taken, once the `future` of then has come; None where planning failed: the
+        forward then finds out why by itself."""
+        call = self._call
+        if call is None:
+            if future.cancelled() or future.exception() is not None:
+                return None
+            call = future.result()
+            if not call.complete():
+                call.release_part(number)
+                return None
+        self._call = call if self.left else None  # that of a forward is the forward's alone to keep
+        part: Call | None = call.share(number, self._forwards[number][1])
+        if part is None:
+            call.release_part(number)
+        return part
 
     @property
-    @abc.abstractmethod
     def failed(self) -> bool:
         """Whether planning ended in an error."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
 
-    @abc.abstractmethod
     def result(self) -> Call:
         """What was planned, of all forwards, while none has come. Raises what planning has ended in."""
-
-    @abc.abstractmethod
-    def again(self, call: Call) -> Waiting:
-        """The same forwards, which a replay has planned anew as `call`."""
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Waits until planning has come to an end, if to an error."""
-
-    @abc.abstractmethod
-    def drop(self) -> None:
-        """Gives the plan up, now or as soon as it is made."""
-
-    def end(self) -> None:
-        """Once it is dropped, waits until nothing of it is in flight."""
-        self.wait()
-
-
-class Planned(Waiting):
-    """One forward in `tables`. `given`: its inputs, held so that no other tensor can take their place in memory."""
-
-    def __init__(self, tables: TableSet, given: Given, future: Future[Call]) -> None:
-        self.tables = tables
-        self.given = given
-        self._shown = shown_by(given)
-        self.future = future
-
-    def take(self, tables: TableSet, given: Given) -> int | None:
-        if tables is not self.tables or shown_by(given) != self._shown:
-            return None
-        self.left = 0
-        return 0
-
-    def call_of(self, number: int) -> Call | None:
-        future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
-        if future.cancelled() or future.exception() is not None:
-            return None
-        call = future.result()
-        return call if call.complete() else None
-
-    @property
-    def failed(self) -> bool:
-        return has_failed(self.future)
-
-    def result(self) -> Call:
         return self.future.result()
 
     def again(self, call: Call) -> Planned:
-        return Planned(self.tables, self.given, Made(call))
+        """The same forwards, which a replay has planned anew as `call`."""
+        return Planned(self._forwards, Made(call))
 
     def wait(self) -> None:
+        """Waits until planning has come to an end, if to an error."""
         if not self.future.cancelled():
             self.future.exception()
 
     def drop(self) -> None:
+        """Gives the plan up, now or as soon as it is made."""
         if not self.future.cancel():
-            self.future.add_done_callback(_release)
+            self.future.add_done_callback(self._release)
 
     def end(self) -> None:
+        """Once it is dropped, waits until nothing of it is in flight."""
         self.wait()
-        if not self.future.cancelled():
-            _release(self.future)  # its callback may come a moment later, on the thread that has planned
+        self._release(self.future)  # its callback may come a moment later, on the thread that has planned
+
+    def _release(self, future: Future[Call]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            future.result().release_part(*[number for number, seen in enumerate(self._seen) if seen is not None])
 
 
-def has_failed(future: Future[Any]) -> bool:
-    """Whether planning has ended in an error."""
-    return future.done() and not future.cancelled() and future.exception() is not None
-
-
-_TAKEN: Future[Call] = Future()
+_TAKEN: Future[Any] = Future()
 _TAKEN.cancel()
-
-
-def _release(future: Future[Call]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()
 
 
 class PlannedForwards:
@@ -168,9 +156,9 @@ class PlannedForwards:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
-        self.waiting: list[Waiting] = []
+        self.waiting: list[Planned] = []
 
-    def add(self, planned: Waiting) -> None:
+    def add(self, planned: Planned) -> None:
         with self._lock:
             self.waiting.append(planned)
 
@@ -180,22 +168,24 @@ class PlannedForwards:
             for planned in self.waiting:
                 number = planned.take(tables, given)
                 if number is not None:
+                    future = planned.future
                     if not planned.left:
                         self.waiting.remove(planned)
+                        planned.future = _TAKEN
                     break
             else:
                 return None
-        return planned.call_of(number)
+        return planned.call_of(number, future)
 
-    def holds(self, planned: Waiting) -> bool:
+    def holds(self, planned: Planned) -> bool:
         """Whether it has yet to be taken, by one of its forwards at least, and nobody has given it up."""
         return planned in self.waiting
 
-    def is_whole(self, planned: Waiting) -> bool:
+    def is_whole(self, planned: Planned) -> bool:
         """Whether it has not failed, and none of its forwards has come."""
         return planned.left == planned.count and planned in self.waiting and not planned.failed
 
-    def drop(self, planned: Waiting, *, made: bool = False) -> int:
+    def drop(self, planned: Planned, *, made: bool = False) -> int:
         """Gives up what no forward has taken; returns how many there were to give up that have not failed. `made`:
         waits until it is made, and known whether it fails."""
         if made and planned in self.waiting:
@@ -218,10 +208,30 @@ class PlannedForwards:
             planned.end()
 
 
-def shown_by(given: Given) -> list[Any]:
-    """What tells the inputs of a forward, as they are now, from others, as long as they are held: of a tensor where its
-    memory begins, how often that was changed in place, which tensors made in inference mode do not tell, and what the
-    tensor shows of it; other inputs as they are."""
+def _is_same(given: Given, seen: list[Any]) -> bool:
+    """Whether these are the inputs that were seen, unchanged: the same tensors, or other ones of that memory."""
+    if len(given) != len(seen):
+        return False
+    for part, before in zip(given, seen, strict=True):
+        if not isinstance(part, torch.Tensor):
+            if type(before) is tuple or part != before:
+                return False
+            continue
+        if type(before) is not tuple:
+            return False
+        tensor, pointer, version, shape, stride = before
+        if part.data_ptr() != pointer or (-1 if part.is_inference() else part._version) != version:
+            return False
+        if part.shape != shape or part.stride() != stride:
+            return False
+        if part is not tensor and (part.dtype is not tensor.dtype or part.device != tensor.device):
+            return False
+    return True
+
+
+def identity(given: Given) -> tuple[Any, ...]:
+    """What tells the inputs of a forward, as they are now, from others, as long as they are held; see `Planned`. To
+    look them up by."""
     found: list[Any] = []
     for part in given:
         if isinstance(part, torch.Tensor):
@@ -229,9 +239,4 @@ def shown_by(given: Given) -> list[Any]:
             found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
         else:
             found.append(part)
-    return found
-
-
-def identity(given: Given) -> tuple[Any, ...]:
-    """The same, to look them up by."""
-    return tuple(shown_by(given))
+    return tuple(found)
