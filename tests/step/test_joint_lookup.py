@@ -115,8 +115,8 @@ class Joint(HostJointCall):
         self._forget_parts()
         self._rows = torch.zeros(FORWARDS, SAMPLES, WIDTH)
 
-    def _lookup_now(self):
-        return self.changed
+    def _is_as_looked_up(self):
+        return not self.changed
 
     def release(self):
         self.released += 1

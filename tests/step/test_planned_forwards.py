@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tieredemb.step.host_joint_call import HostJointCall
 from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
+
+
+class Shares:
+    """What was planned for several forwards."""
+
+    def complete(self):
+        return True
+
+    def share(self, number, given):
+        return number
 
 
 class Waits:
@@ -14,11 +23,13 @@ class Waits:
 
     def __init__(self, *inputs):
         self.tables = [object() for _ in inputs]
-        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), Made(None))
+        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), Made(Shares()))
 
     def come(self, number, given):
         """Whether one that comes is taken for that forward."""
-        return self.planned.take(self.tables[number], given) == number
+        forwards = PlannedForwards()
+        forwards.add(self.planned)
+        return forwards.take(self.tables[number], given) == number
 
 
 def test_inputs_are_known_by_their_memory_form_and_content():
@@ -54,12 +65,12 @@ def test_what_was_planned_again_is_of_the_content_then():
     ids, offsets = torch.arange(6), torch.arange(3)
     waits = Waits((ids, offsets))
     ids.add_(1)
-    again = waits.planned.again(object.__new__(HostJointCall))
+    again = waits.planned.again(Shares())
     assert not waits.come(0, (ids, offsets))
     waits.planned = again
     assert waits.come(0, (ids, offsets))
     ids.add_(1)
-    waits.planned = again.again(object.__new__(HostJointCall))
+    waits.planned = again.again(Shares())
     ids.add_(1)
     assert not waits.come(0, (ids, offsets))
 

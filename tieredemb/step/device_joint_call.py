@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -49,9 +49,9 @@ class DeviceJointCall(JointCall, DeviceCall):
             self.follow()
             self._tell_now()
 
-    def _lookup_now(self) -> Hashable:
-        cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
-        return cache.rows_version, stream, torch.is_inference_mode_enabled()
+    @property
+    def gpu(self) -> int:  # type: ignore[override]
+        return self.memory.fault.get_device()
 
     def _catch_up_all(self) -> bool:
         self.follow()

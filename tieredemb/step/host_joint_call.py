@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -67,9 +67,6 @@ class HostJointCall(JointCall, HostCall):
         if offsets and not torch.equal(offsets[0], self._offsets[number]):
             return None
         return HostPartCall(self, number)
-
-    def _lookup_now(self) -> Hashable:
-        return self.parts[0].group.cache.rows_version, torch.is_inference_mode_enabled()
 
     def _catch_up_all(self) -> bool:
         with self.context.tables.placed.now.rows.again():

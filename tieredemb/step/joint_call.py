@@ -92,7 +92,9 @@ def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) 
 class JointCall(Call):
     """The forwards of several tables as one call, of batches of one `form`. `contexts`: of who makes each forward ·
     `starts`: where the ids of each begin, and where they end · `count`: how many forwards these are · `is_dense`:
-    whether tables have steps to catch up with."""
+    whether tables have steps to catch up with · `gpu`: the number of the one that they are on, or −1."""
+
+    gpu = -1
 
     def __init__(self, context: JointContext, form: JointForm, contexts: Sequence[CallContext]) -> None:
         super().__init__(context, form.size)
@@ -132,10 +134,7 @@ class JointCall(Call):
         call.number, output = next(NUMBERS), None
         if self.number < 0:
             self.start(trains=False)
-        now = self._lookup_now()
-        if self._rows_of is None:
-            self._rows_of = now
-        if now == self._rows_of:
+        if self._is_as_looked_up():
             if self._node is None:
                 came, leaf = Calls(), hook.detach().requires_grad_()  # of its own, as in `Engine.lookup`
                 outputs = dict(enumerate(LOOKUP(leaf, None, came, self._outputs_apart)))
@@ -184,14 +183,11 @@ class JointCall(Call):
 
     def _is_as_looked_up(self) -> bool:
         """Whether a lookup now finds what the one of the first forward has found, or is the first one."""
-        now = self._lookup_now()
+        stream = 0 if self.gpu < 0 else torch._C._cuda_getCurrentRawStream(self.gpu)
+        now = self.parts[0].group.cache.rows_version, stream, torch.is_inference_mode_enabled()
         if self._rows_of is None:
             self._rows_of = now
         return now == self._rows_of
-
-    @abc.abstractmethod
-    def _lookup_now(self) -> Hashable:
-        """What the outputs of a lookup now would depend on."""
 
     def _looked_up(self) -> torch.Tensor:
         """The outputs of all forwards, (F, B, D)."""

@@ -61,15 +61,16 @@ class Made(Future[T]):
 
 class Planned:
     """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
-    twice, and its inputs, held so that no other tensor can take their place in memory · `count`: how many they are ·
-    `left`: how many of them have not come."""
+    twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
+    which tables, by their identity · `seen`: of each its inputs as they were, None once it has come · `count`: how many
+    they are · `left`: how many of them have not come."""
 
     def __init__(self, forwards: Sequence[tuple[TableSet, Given]], future: Future[Any]) -> None:
         self._forwards = forwards
-        self._numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
-        # inputs as they are now: of a tensor itself, where its memory begins, how often that was changed in place,
-        # which tensors made in inference mode do not tell, and what it shows of that; None of a forward that was taken
-        self._seen: list[list[Any] | None] = []
+        self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
+        # of a tensor itself, where its memory begins, how often that was changed in place, which tensors made in
+        # inference mode do not tell, and what it shows of that
+        self.seen: list[list[Any] | None] = []
         for _, given in forwards:
             seen: list[Any] = []
             for each in given:
@@ -78,23 +79,10 @@ class Planned:
                     seen.append((each, each.data_ptr(), version, each.shape, each.stride()))
                 else:
                     seen.append(each)
-            self._seen.append(seen)
+            self.seen.append(seen)
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
         self._call: Call | None = None  # while some are left, once the plan has come to its end
-
-    def take(self, tables: TableSet, given: Given) -> int | None:
-        """Which of the forwards, if any, one that has come is: in `tables`, of these inputs, as they are now. It is no
-        longer waited for."""
-        number = self._numbers.get(id(tables))
-        if number is None:
-            return None
-        seen = self._seen[number]
-        if seen is None or not _is_same(given, seen):
-            return None
-        self._seen[number] = None
-        self.left -= 1
-        return number
 
     def call_of(self, number: int, future: Future[Call]) -> Call | None:
         """The call of a forward that was taken, once the `future` of then has come; None where planning failed: the
@@ -107,7 +95,7 @@ class Planned:
             if not call.complete():
                 call.release_part(number)
                 return None
-        self._call = call if self.left else None  # that of a forward is the forward's alone to keep
+        self._call = call if self.left else None
         part: Call | None = call.share(number, self._forwards[number][1])
         if part is None:
             call.release_part(number)
@@ -143,7 +131,7 @@ class Planned:
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release_part(*[number for number, seen in enumerate(self._seen) if seen is not None])
+            future.result().release_part(*[number for number, seen in enumerate(self.seen) if seen is not None])
 
 
 _TAKEN: Future[Any] = Future()
@@ -166,13 +154,16 @@ class PlannedForwards:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
         with self._lock:
             for planned in self.waiting:
-                number = planned.take(tables, given)
-                if number is not None:
-                    future = planned.future
-                    if not planned.left:
-                        self.waiting.remove(planned)
-                        planned.future = _TAKEN
-                    break
+                number = planned.numbers.get(id(tables))
+                seen = None if number is None else planned.seen[number]
+                if number is None or seen is None or not _is_same(given, seen):
+                    continue
+                planned.seen[number], future = None, planned.future
+                planned.left -= 1
+                if not planned.left:  # the call of a forward is the forward's alone to keep
+                    self.waiting.remove(planned)
+                    planned.future = _TAKEN
+                break
             else:
                 return None
         return planned.call_of(number, future)
