@@ -103,9 +103,10 @@ class Following:
     def check_options_now(self) -> None:
         """See `Follower`."""
 
-    def check_step(self) -> bool:
+    @staticmethod
+    def check_steps(those: Sequence[Any]) -> Sequence[Any]:
         """See `Follower`."""
-        return False
+        return ()
 
     def step(self, others: Sequence[Any]) -> None:
         """See `Follower`. It is never due."""

@@ -69,6 +69,7 @@ class Engine:
     """
 
     _over_ranks: OverRanks | None = None  # of what was pickled before there were ranks
+    _pending: PendingGradients | None = None  # where a torch optimizer is followed
 
     def __init__(self, tables: TableSet, follows: Optimizer = None, *, over_ranks: OverRanks | None = None) -> None:
         self.tables = tables
@@ -95,12 +96,14 @@ class Engine:
         self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
-        """Where a torch optimizer is followed, gradients wait for its step."""
-        self._pending: PendingGradients | None = None
+        """Where a torch optimizer is followed, gradients wait for its step, with those of other tables that share
+        caches with these."""
+        self._pending = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            self._pending = self.optimizer.pending = PendingGradients(
-                self.tables, self.optimizer.table_parameters, _Rows(self), self._over_ranks
-            )
+            others = (each._pending for each in list(self.tables.whole.engines) if each is not self)
+            pending = next((each for each in others if each is not None), None) or PendingGradients()
+            pending.join(self.tables, self.optimizer.table_parameters, _Rows(self), self._over_ranks)
+            self._pending = self.optimizer.pending = pending
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -140,7 +143,7 @@ class Engine:
     def check_no_gradient(self, call: str) -> None:
         """Raises `StorageError` where gradients of these tables, or of others that share their caches, wait for a step:
         their rows have to stay where they are."""
-        if any(each._pending is not None and each._pending.waiting for each in list(self.tables.whole.engines)):
+        if any(each._pending is not None and each._pending.waits() for each in list(self.tables.whole.engines)):
             raise StorageError(
                 f"cannot {call} while gradients wait for the optimizer's step(), as their rows must stay; call step() "
                 f"or zero_grad() before"
@@ -153,7 +156,7 @@ class Engine:
     def drop_gradient(self) -> None:
         """Drops what waits for a step."""
         if self._pending is not None:
-            self._pending.drop()
+            self._pending.drop(self.tables.numbers)
 
     def context(self, options: LookupOptions) -> CallContext:
         """What the calls of a module need, whose lookups treat rows as `options` say."""
@@ -470,16 +473,20 @@ def _apply(collected: Collected) -> None:
     time = collected[0][0].context.tables.step_time
     if time is not None:
         time.backward()
-    now = []
-    for engine, calls in _by_engine(collected).items():
+    now: dict[Engine, Collected] = {}
+    waits: dict[PendingGradients, Collected] = {}
+    for pair in collected:
+        engine: Engine = pair[0].context.updater
         kept = None if engine._accumulates is None else engine._accumulates()
         if kept is not None:
-            kept.calls += calls
+            kept.calls.append(pair)
         elif engine._pending is not None:
-            engine._pending.add(calls)
+            waits.setdefault(engine._pending, []).append(pair)
         else:
-            now.append(calls)
-    _apply_sets(now)
+            now.setdefault(engine, []).append(pair)
+    for pending, its in waits.items():
+        pending.add(its)
+    _apply_sets(list(now.values()))
 
 
 def _by_engine(collected: Collected) -> dict[Engine, Collected]:

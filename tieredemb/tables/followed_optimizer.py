@@ -55,47 +55,40 @@ class Parameter(Protocol):
 
 
 class Pending(Protocol):
-    """What was collected for one set of tables since the last step. `has_hooks`: whether any may have hooks of its
-    gradient."""
+    """What was collected since the last step for tables that share caches, by their numbers there. `has_hooks`: whether
+    any may have hooks of its gradient · `there`: those that have a gradient, as parameters have one from a backward
+    until it is set to None · `whole`: what gradients reach all rows of tables."""
 
     has_hooks: bool
-    is_there: bool  # whether the tables have a gradient, as parameters have one from a backward until it is set to None
-    applied_calls: int  # how many calls the last step has applied
+    there: set[int]
+    whole: dict[int, Any]
 
-    def read(self, table: int) -> torch.Tensor | None:
+    def read(self, number: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter, or None where it has no gradient."""
 
-    def write(self, table: int, value: torch.Tensor | None) -> None:
+    def write(self, number: int, value: torch.Tensor | None) -> None:
         """Replaces that; None drops the table's gradient."""
 
-    def move(self) -> None:
-        """Follows the tables to another device."""
+    def move(self, numbers: Sequence[int]) -> None:
+        """Follows tables to another device."""
 
-    @property
-    def waiting(self) -> bool:
-        """Whether anything was."""
+    def waits(self, numbers: Sequence[int] | None = None) -> bool:
+        """Whether anything was, of these tables or of any."""
 
-    whole: dict[int, Any]  # what gradients reach all rows of tables, by number
+    def applied(self, numbers: Sequence[int]) -> torch.Tensor | None:
+        """What was `spoilt` of what is applied."""
 
-    def norms(self, norm_type: float) -> torch.Tensor:
-        """The norms of the tables' gradients as they are now, float32 (T,)."""
+    def spoilt(self, numbers: Sequence[int]) -> torch.Tensor | None:
+        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or None.
+        `numbers`: the tables of one module."""
 
-    applied: torch.Tensor | None  # what was `spoilt` of what is applied
+    def check(self, numbers: set[int]) -> None:
+        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of these tables cannot be
+        applied."""
 
-    def spoilt(self) -> torch.Tensor | None:
-        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or
-        None."""
-
-    def check(self) -> torch.Tensor | None:
-        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied; returns what
-        is `spoilt`."""
-
-    def apply(self, others: Sequence[Any] = ()) -> None:
-        """Applies it, and what was collected for `others`, as one update; where nothing was collected, a step without a
-        gradient."""
-
-    def drop(self) -> None:
-        """Drops it: it updates nothing."""
+    def apply(self, numbers: set[int]) -> Mapping[int, int]:
+        """Applies that of these tables as one update; where nothing was collected, a step without a gradient. Returns
+        how many calls it has applied of each module, by its first table, 0 for others."""
 
 
 class FollowedOptimizer:
@@ -115,6 +108,7 @@ class FollowedOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.is_there = False  # see `RowOptimizer`
         self.cache_key: Hashable = id(self._tables.whole)  # see `Follower`
+        self.table_numbers = self._tables.numbers
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
@@ -220,7 +214,7 @@ class FollowedOptimizer:
         """Raises where its optimizer cannot be left for another, of the rows of `config`."""
         assert self.config is not None
         old = type(self.optimizer).__name__
-        if self.pending is not None and self.pending.waiting:
+        if self.pending is not None and self.pending.waits(self.table_numbers):
             raise StorageError(
                 f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
                 f"another optimizer"
@@ -519,7 +513,7 @@ class FollowedOptimizer:
 
     def spoilt(self) -> torch.Tensor | None:
         """See `RowOptimizer.spoilt`."""
-        applied = None if self.pending is None else self.pending.applied
+        applied = None if self.pending is None else self.pending.applied(self.table_numbers)
         if applied is None or self.optimizer is None or kind_of(type(self.optimizer)).takes_sparse:
             return None
         return applied
@@ -576,7 +570,7 @@ class FollowedOptimizer:
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = device.type == "cpu"
         if self.pending is not None:
-            self.pending.move()
+            self.pending.move(self.table_numbers)
         for parameter in self.table_parameters:
             parameter.move(device)
 
@@ -586,27 +580,39 @@ class FollowedOptimizer:
         """See `Follower` and `RowOptimizer`. Does not wait for a GPU."""
         self.now()
 
-    def check_step(self) -> bool:
-        """See `Follower`: where the tables have a gradient, unless a GradScaler has told a fused optimizer to skip the
-        step, which a GPU finds out by itself."""
-        if self._entries and not self._entries <= self.optimizer.state.keys():  # type: ignore[union-attr]
-            self._follow_state()
-        if self.pending is None or not self.pending.is_there:
-            return False
-        spoilt = self.pending.check()
-        if self.pending.whole and self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
+    @staticmethod
+    def check_steps(those: Sequence[FollowedOptimizer]) -> list[FollowedOptimizer]:
+        """See `Follower`: those whose tables have a gradient, unless a GradScaler has told a fused optimizer to skip
+        the step, which a GPU finds out by itself."""
+        due, numbers = [], dict[Any, set[int]]()
+        for each in those:
+            if each._entries and not each._entries <= each.optimizer.state.keys():  # type: ignore[union-attr]
+                each._follow_state()
+            pending = each.pending
+            if pending is not None and not pending.there.isdisjoint(each.table_numbers):
+                due.append(each)
+                numbers.setdefault(pending, set()).update(each.table_numbers)
+        for pending, its in numbers.items():
+            pending.check(its)
+            if not its.isdisjoint(pending.whole):
+                due[0]._check_takes_whole()
+        skips = getattr(due[0].optimizer, "found_inf", None) if due else None
+        if skips is not None and any(each._is_on_cpu for each in due) and bool(skips):
+            due = [each for each in due if not each._is_on_cpu]
+        for each in due:
+            spoilt = each.pending.spoilt(each.table_numbers)  # type: ignore[union-attr]
+            each._is_spoilt = spoilt is not None
+            if spoilt is not None and each._is_on_cpu:
+                each._check_spoilt(spoilt)
+        return due
+
+    def _check_takes_whole(self) -> None:
+        if self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__} takes sparse gradients alone, and a loss has used a table as a "
                 f"whole, whose gradient is dense; use Adam, or leave the whole table out of the loss. Nothing was "
                 f"updated"
             )
-        skips = getattr(self.optimizer, "found_inf", None)
-        if skips is not None and self._is_on_cpu and bool(skips):
-            return False
-        self._is_spoilt = spoilt is not None
-        if spoilt is not None and self._is_on_cpu:
-            self._check_spoilt(spoilt)
-        return True
 
     def _check_spoilt(self, spoilt: torch.Tensor) -> None:
         """Raises `UnsupportedError` where the gradient of a table was multiplied by what is not finite, as `spoilt` has
@@ -633,18 +639,20 @@ class FollowedOptimizer:
         """See `Follower`."""
         assert self.pending is not None
         those = (self, *others)
+        numbers = set[int]()
         try:
             for each in those:
+                numbers.update(each.table_numbers)
                 each.stepping = each._checked
                 if each._is_spoilt and each._checked is not None:  # whose gradients have factors of their own
                     each.stepping = Meaning(each._checked.config)
-            self.pending.apply([each.pending for each in others])
+            applied = self.pending.apply(numbers)
         finally:
             for each in those:
                 each.stepping = None
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
             for each in those:
-                count = 0 if each.pending is None else each.pending.applied_calls
+                count = applied[each.table_numbers[0]]
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
                 if each._entries is None:
                     each._note_state()

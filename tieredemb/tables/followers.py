@@ -30,9 +30,10 @@ class Follower(Protocol):
     def check_options_now(self) -> None:
         """Raises `ConfigError` where the param group means what the tables' rows cannot be trained by."""
 
-    def check_step(self) -> bool:
-        """Whether a step of the optimizer is one of the tables, too. Raises what it would raise beside that, before
-        anything changes."""
+    @staticmethod
+    def check_steps(those: Sequence[Any]) -> Sequence[Any]:
+        """Those, of this kind, of whose tables a step of the optimizer is one, too. Raises what it would raise beside
+        that, before anything changes."""
 
     cache_key: Hashable  # equal of tables that share a cache, whose steps are one
 
@@ -220,11 +221,11 @@ class Followers:
 
     def _check_steps(self) -> None:
         """Raises what a step would raise, and finds out whose it is."""
-        due = []
+        of_kind: dict[type[Follower], list[Follower]] = {}
         for each in self.listed():
-            if each.check_step():
-                due.append(weakref.ref(each))
-        self._due = due
+            of_kind.setdefault(type(each), []).append(each)
+        due = [each for kind, its in of_kind.items() for each in kind.check_steps(its)]
+        self._due = [weakref.ref(each) for each in due]
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
