@@ -16,7 +16,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step import device_update, host_call, joint_call
+from tieredemb.step import device_call, host_call, joint_call
 from tieredemb.step.joint_call import JointCall
 
 ROWS = (300, 7, 50, 120)
@@ -53,22 +53,20 @@ def joined_on_gpu(gpu, monkeypatch):
 def count_joined(monkeypatch):
     """Counts plans of several tables, by what they were of, and joint calls that an update was of."""
     found = {"plans": [], "updates": 0}
-    make, joint_of, updated = JointCall.__init__, joint_call.joint_of, weakref.WeakSet()
+    make, by_joint = JointCall.__init__, joint_call.by_joint
 
     def made(self, context, *given):
         found["plans"].append(context.tables.numbers)
         make(self, context, *given)
 
-    def looked_for(calls):
-        joint = joint_of(calls)
-        if joint is not None and joint not in updated:
-            updated.add(joint)
-            found["updates"] += 1
-        return joint
+    def looked_for(collected):
+        joints, rest = by_joint(collected)
+        found["updates"] += len(joints)
+        return joints, rest
 
     monkeypatch.setattr(JointCall, "__init__", made)
-    for part in (device_update, joint_call):
-        monkeypatch.setattr(part, "joint_of", looked_for)
+    for part in (device_call, host_call):
+        monkeypatch.setattr(part, "by_joint", looked_for)
     return found
 
 

@@ -227,9 +227,8 @@ class Call(OneForward, abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def apply(sets: Sequence[Collected]) -> None:
-        """Applies one optimizer step for the calls of one backward pass, in forward order: those over each set of
-        tables, where several share caches."""
+    def apply(collected: Collected) -> None:
+        """Applies one optimizer step for the calls of one backward pass, which are in forward order."""
 
     @staticmethod
     @abc.abstractmethod

@@ -19,7 +19,8 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, Call, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.device_update import take_step, those_alike, update, update_together
+from tieredemb.step.device_update import take_step, those_alike, update, update_jointly, update_together
+from tieredemb.step.joint_call import by_joint
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
@@ -316,8 +317,12 @@ class DeviceCall(Call):
             tensor.record_stream(current_stream())
 
     @staticmethod
-    def apply(sets: Sequence[Collected]) -> None:
-        for alike in those_alike(sets):
+    def apply(collected: Collected) -> None:
+        joints, rest = by_joint(collected) if len(collected) > 1 else ([], [collected])
+        for joint, its in joints:
+            if not update_jointly(joint, its):
+                rest += [[pair] for pair in its]
+        for alike in those_alike(rest):
             if len(alike) == 1:
                 update(alike[0])
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,9 +14,9 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
-from tieredemb.step.call import Call, Collected, in_forward_order
+from tieredemb.step.call import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.joint_call import JointCall, joint_of, take_one_step
+from tieredemb.step.joint_call import JointCall, take_one_step
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
     their optimizers' numbers."""
-    if len(sets) > 1 and _joint_step(sets) is not None:
-        return [list(sets)]
-    if len(sets) == 1 or _is_large(sets):
+    if len(sets) < 2 or _is_large(sets):
         return [[calls] for calls in sets]
     found: dict[Hashable, list[Collected]] = {}
     for calls in sets:
@@ -43,13 +41,6 @@ def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
         key = (id(context.tables.whole), context.check_trainable().alike())
         found.setdefault(key, []).append(calls)
     return list(found.values())
-
-
-def _joint_step(sets: Sequence[Collected]) -> JointCall | None:
-    """The joint call that all are of, where one step of their optimizers is of all of its tables."""
-    if not take_one_step([calls[0][0].context.updater.optimizer for calls in sets]):
-        return None
-    return joint_of([call for calls in sets for call, _ in calls])
 
 
 def _is_large(sets: Sequence[Collected]) -> bool:
@@ -101,60 +92,99 @@ def update(collected: Collected) -> None:
             launch(grads)
 
 
+def update_jointly(joint: JointCall, collected: Collected) -> bool:
+    """One optimizer step for all forwards of a joint call, in the order of its tables, as for one batch over one table;
+    returns False where their optimizers have no numbers in common."""
+    contexts = [call.context for call, _ in collected]
+    optimizers = [context.check_trainable() for context in contexts]
+    is_one = take_one_step(optimizers)
+    if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
+        return False
+    tables, call, grads = contexts[0].tables.whole, cast("DeviceJointCall", joint), [grad for _, grad in collected]
+    whole, parts = cast("DeviceGroup", tables.groups[0]), call.parts
+    with tables.placed.now.rows.again(), on_device(tables.config.device):
+        whole.cache.rows_version += 1
+        call.follow(*grads)
+        taken = whole.numbered(cast("Together", joint.context.tables).numbers)
+        scaling, stays = scaling_of(optimizers[:1] if is_one else optimizers, tables, grads, None if is_one else taken)
+
+        def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
+            places = whole.lookup.addresses(grads) if _may_stay(grads) else None
+            grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
+            return Combined(parts, [grad]), places
+
+        _note_steps(contexts, whole)
+        _update_shared(whole, [call], grads, optimizers[0], taken, scaling, combined, stays=stays, is_joint=True)
+    return True
+
+
 def update_together(sets: Sequence[Collected]) -> None:
     """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
     in the launches of one table."""
-    tables, optimizer = sets[0][0][0].context.tables.whole, sets[0][0][0].context.check_trainable()
+    contexts = [calls[0][0].context for calls in sets]
+    tables, optimizer = contexts[0].tables.whole, contexts[0].check_trainable()
     whole = cast("DeviceGroup", tables.groups[0])
     collected = in_forward_order([pair for calls in sets for pair in calls])
-    calls, joint = _device_calls(collected), joint_of([call for call, _ in collected])
-    if joint is not None:
-        collected = joint.in_order(collected)
-        calls = [cast("DeviceJointCall", joint)]
-    grads, parts = [grad for _, grad in collected], [call.parts[0] for call in calls]
+    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    parts = [call.parts[0] for call in calls]
     with tables.placed.now.rows.again(), on_device(tables.config.device):
         whole.cache.rows_version += 1
-        if joint is not None and _joint_step(sets) is not None:
-            calls[0].follow(*grads)
-            taken = whole.numbered(cast("Together", joint.context.tables).numbers)
-            scaling, stays = scaling_of([optimizer], tables, grads)
-        else:
-            for call, grad in collected:
-                cast("DeviceCall", call).follow(grad)
-            groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
-            taken = whole.numbered([group.own.start for group in groups])
-            scaling, stays = _scaling(sets, grads, taken)
-        options = optimizer.options_on(whole)
-        if whole.pasts is not None:
-            for calls_of_one in sets[1:]:
-                cast("DeviceGroup", calls_of_one[0][0].context.tables.groups[0]).note_step()
-        tickets = [part.ticket for part in parts]
-        with whole.cache.using(*tickets):
-            overflow = whole.cache.overflow(tickets)
+        for call, grad in zip(calls, grads, strict=True):
+            call.follow(grad)
+        taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
+        scaling, stays = _scaling(sets, grads, taken)
 
-            def launch(grads: Sequence[torch.Tensor]) -> None:
-                faults, places = faults_of(calls), None
-                if joint is not None:
-                    places = whole.lookup.addresses(grads) if _may_stay(grads) else None
-                    grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
-                    batch = Combined(parts, [grad])
-                else:
-                    batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
-                segments = batch.segments()
-                with _half_done([whole.cache]):
-                    rate, numbers = whole.lookup.begin(
-                        options, whole.device_steps, faults, scaling, segments.work, whole.pasts, taken
-                    )
-                    whole.lookup.update(
-                        whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                        whole.pasts, whole.device_steps, tables=None if joint is None else taken, grads=places,
-                    )  # fmt: skip
-                    if whole.pasts is not None:
-                        whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+        def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
+            return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
 
-            recurs, kept = stays and _is_plain(calls), [options, taken, *scaling.tensors()]
-            if not (recurs and updates_of(tables).run(calls, grads, [overflow], kept, launch)):
-                launch(grads)
+        _note_steps(contexts, whole)
+        _update_shared(whole, calls, grads, optimizer, taken, scaling, combined, stays=stays, is_joint=False)
+
+
+def _note_steps(contexts: Sequence[CallContext], whole: DeviceGroup) -> None:
+    """Tables that share a cache are about to take a step: of the first one that is noted where options are."""
+    if whole.pasts is not None:
+        for context in contexts[1:]:
+            cast("DeviceGroup", context.tables.groups[0]).note_step()
+
+
+def _update_shared(
+    whole: DeviceGroup,
+    calls: Sequence[DeviceCall],
+    grads: Sequence[torch.Tensor],
+    optimizer: RowOptimizer,
+    taken: torch.Tensor,
+    scaling: Scaling,
+    combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]],
+    *,
+    stays: bool,
+    is_joint: bool,
+) -> None:
+    """The step of the tables `taken`, int32 (K,), which share the cache of a `whole`. `combined`: the calls as one
+    batch, given gradients, and where these lie, if they stay there · `is_joint`: whether features are those tables. The
+    caller holds the rows."""
+    tables, parts = calls[0].context.tables.whole, [call.parts[0] for call in calls]
+    options, tickets = optimizer.options_on(whole), [part.ticket for part in parts]
+    with whole.cache.using(*tickets):
+        overflow = whole.cache.overflow(tickets)
+
+        def launch(grads: Sequence[torch.Tensor]) -> None:
+            faults, (batch, places) = faults_of(calls), combined(grads)
+            segments = batch.segments()
+            with _half_done([whole.cache]):
+                rate, numbers = whole.lookup.begin(
+                    options, whole.device_steps, faults, scaling, segments.work, whole.pasts, taken
+                )
+                whole.lookup.update(
+                    whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
+                    whole.pasts, whole.device_steps, tables=taken if is_joint else None, grads=places,
+                )  # fmt: skip
+                if whole.pasts is not None:
+                    whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+
+        recurs, kept = stays and _is_plain(calls), [options, taken, *scaling.tensors()]
+        if not (recurs and updates_of(tables).run(calls, grads, [overflow], kept, launch)):
+            launch(grads)
 
 
 def _scaling(

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -430,7 +430,7 @@ class _Rows:
     @ranged("update")
     def update(self, collected: Collected) -> None:
         """Applies calls, which are in forward order, as one update."""
-        _apply_sets(list(_by_engine(collected).values()))
+        _update(collected)
 
     @ranged("update")
     def step_alone(self) -> None:
@@ -473,7 +473,7 @@ def _apply(collected: Collected) -> None:
     time = collected[0][0].context.tables.step_time
     if time is not None:
         time.backward()
-    now: dict[Engine, Collected] = {}
+    now: Collected = []
     waits: dict[PendingGradients, Collected] = {}
     for pair in collected:
         engine: Engine = pair[0].context.updater
@@ -483,29 +483,20 @@ def _apply(collected: Collected) -> None:
         elif engine._pending is not None:
             waits.setdefault(engine._pending, []).append(pair)
         else:
-            now.setdefault(engine, []).append(pair)
+            now.append(pair)
     for pending, its in waits.items():
         pending.add(its)
-    _apply_sets(list(now.values()))
+    if now:
+        _update(now)
 
 
-def _by_engine(collected: Collected) -> dict[Engine, Collected]:
-    """The calls of each engine, those of each in their order."""
-    found: dict[Engine, Collected] = {}
-    for pair in collected:
-        found.setdefault(cast("Engine", pair[0].context.updater), []).append(pair)
-    return found
-
-
-def _apply_sets(sets: list[Collected]) -> None:
-    if not sets:
-        return
+def _update(collected: Collected) -> None:
     try:
         if LAGGING:
-            catch_up_lagging(*[calls[0][0].context.tables for calls in sets])
-        type(sets[0][0][0]).apply(sets)
+            catch_up_lagging(*[call.context.tables for call, _ in collected])
+        type(collected[0][0]).apply(collected)
     finally:
-        release_all([call for calls in sets for call, _ in calls])
+        release_all([call for call, _ in collected])
 
 
 @functools.cache

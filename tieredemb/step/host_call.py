@@ -411,15 +411,15 @@ class HostCall(Call):
         part.weights = scale.numpy()
 
     @staticmethod
-    def apply(sets: Sequence[Collected]) -> None:
-        joints, rest = by_joint(sets) if len(sets) > 1 else ([], [*sets])
+    def apply(collected: Collected) -> None:
+        joints, rest = by_joint(collected) if len(collected) > 1 else ([], [collected])
         tables = [joint.context.tables for joint, _ in joints] + [calls[0][0].context.tables for calls in rest]
         todo: list[RowPass] = []
         with _rows_of(tables):
             for joint, its in joints:
                 update = _joint_update(joint, its)
                 if update is None:
-                    rest += its
+                    rest += [[pair] for pair in its]
                 else:
                     todo.append(update)
             for calls in rest:
@@ -470,10 +470,9 @@ def no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
-def _joint_update(joint: JointCall, sets: Sequence[Collected]) -> RowPass | None:
+def _joint_update(joint: JointCall, collected: Collected) -> RowPass | None:
     """The update of all tables of a joint call as that of one batch, where their optimizers have the same numbers. The
     caller holds the locks of the rows."""
-    collected = joint.in_order([pair for calls in sets for pair in calls])
     (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
     history = whole.group.shared_history if joint.is_dense else None
     if joint.is_dense and history is None:  # each table has taken steps of its own

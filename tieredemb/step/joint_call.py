@@ -10,6 +10,7 @@ import abc
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -294,29 +295,23 @@ def take_one_step(optimizers: Sequence[RowOptimizer | None]) -> bool:
     return len({id(None if each is None else each.stepping) for each in optimizers}) == 1
 
 
-def joint_of(calls: Sequence[Call]) -> JointCall | None:
-    """What calls are the parts of, if that is one joint call, and they are all of its parts, of which none was asked
-    what does not concern all."""
-    first = calls[0]
-    if not isinstance(first, PartCall) or len(calls) != first.joint.count:
-        return None
-    joint: JointCall = first.joint
-    for call in calls:
-        if not isinstance(call, PartCall) or call.joint is not joint or call._parts:
-            return None
-    return joint
-
-
-def by_joint(sets: Sequence[Collected]) -> tuple[list[tuple[JointCall, list[Collected]]], list[Collected]]:
-    """Of calls over sets of tables those that are all parts of a joint call, with that, and the rest."""
-    parts: dict[JointCall | None, list[Collected]] = {}
-    for calls in sets:
-        parts.setdefault(calls[0][0].joint if len(calls) == 1 else None, []).append(calls)
-    found, rest = [], parts.pop(None, [])
-    for its in parts.values():
-        joint = joint_of([calls[0][0] for calls in its])
-        if joint is None:
-            rest += its
-        else:
-            found.append((joint, its))
-    return found, rest
+def by_joint(collected: Collected) -> tuple[list[tuple[JointCall, Collected]], list[Collected]]:
+    """Of calls those that are all parts of a joint call, none of which was asked what does not concern all, and of
+    whose tables there are no others: with that, in the order of the tables. And the rest, those over each set of tables
+    by themselves."""
+    of: dict[Any, Collected] = {}
+    for pair in collected:
+        of.setdefault(pair[0].joint, []).append(pair)
+    times = Counter([call.context.tables for call, _ in collected]) if len(of) > 1 else Counter()
+    twice = {tables for tables, count in times.items() if count > 1}
+    found = dict[Any, Collected]()
+    for joint, its in of.items():
+        if joint is None or len(its) < joint.count:
+            continue
+        if not {call for call, _ in its if call._parts or call.context.tables in twice}:
+            found[joint] = joint.in_order(its)
+    rest: dict[Any, Collected] = {}
+    for pair in collected if len(found) < len(of) else ():
+        if pair[0].joint not in found:
+            rest.setdefault(pair[0].context.updater, []).append(pair)
+    return [*found.items()], [*rest.values()]

@@ -529,10 +529,10 @@ class PendingGradients:
             self._table_of_column[key] = torch.repeat_interleave(tables, widths[tables]).to(device)
         return self._table_of_column[key]
 
-    def check(self, numbers: set[int]) -> None:
+    def check(self, numbers: set[int]) -> bool:
         """Raises `BackwardError` where some tables of a module have lost their gradient and others not. Warns where
         torch would have added to the gradient of the step before. `numbers`: those whose gradients are to be applied,
-        of modules."""
+        of modules. Returns whether any may be `spoilt`."""
         if not self.there.issuperset(numbers):
             for member in self._of(sorted(numbers)):
                 if not self.there.issuperset(member.numbers):
@@ -549,6 +549,7 @@ class PendingGradients:
                 "tables do not; call optimizer.zero_grad() in each step",
                 stacklevel=9,  # where step() is called
             )
+        return bool(self._read or self._spoilt)
 
     def _check_sizes(self, numbers: set[int]) -> None:
         """Raises `InvalidInputError` for calls that are too large for one update; one alone was checked when it

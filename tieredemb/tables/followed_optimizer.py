@@ -82,9 +82,9 @@ class Pending(Protocol):
         """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or None.
         `numbers`: the tables of one module."""
 
-    def check(self, numbers: set[int]) -> None:
+    def check(self, numbers: set[int]) -> bool:
         """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of these tables cannot be
-        applied."""
+        applied. Returns whether any of it may be `spoilt`."""
 
     def apply(self, numbers: set[int]) -> Mapping[int, int]:
         """Applies that of these tables as one update; where nothing was collected, a step without a gradient. Returns
@@ -592,15 +592,16 @@ class FollowedOptimizer:
             if pending is not None and not pending.there.isdisjoint(each.table_numbers):
                 due.append(each)
                 numbers.setdefault(pending, set()).update(each.table_numbers)
+        may_be_spoilt = False
         for pending, its in numbers.items():
-            pending.check(its)
+            may_be_spoilt |= pending.check(its)
             if not its.isdisjoint(pending.whole):
                 due[0]._check_takes_whole()
         skips = getattr(due[0].optimizer, "found_inf", None) if due else None
         if skips is not None and any(each._is_on_cpu for each in due) and bool(skips):
             due = [each for each in due if not each._is_on_cpu]
         for each in due:
-            spoilt = each.pending.spoilt(each.table_numbers)  # type: ignore[union-attr]
+            spoilt = each.pending.spoilt(each.table_numbers) if may_be_spoilt and each.pending else None
             each._is_spoilt = spoilt is not None
             if spoilt is not None and each._is_on_cpu:
                 each._check_spoilt(spoilt)
