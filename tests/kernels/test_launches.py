@@ -43,7 +43,7 @@ from tieredemb.lookup.device_bags import (
     find_device_bags,
     join_edges,
     new_device_bags,
-    new_fault,
+    new_faults,
     tell_fault,
     words_of,
 )
@@ -219,7 +219,7 @@ def a_space(chosen=(0, 1), modes=("mean", "max"), features=((), ())):
 
 
 def found_bags(space, batch=3):
-    ids, words = torch.arange(10), new_fault(CPU).zero_()
+    ids, words = torch.arange(10), new_faults(1, CPU).zero_()
     fault, report = words[:3], words[3:]
     bags = new_device_bags(len(ids), space, batch, is_all=space.space.covers_all)
     count = max(2, len(space.space.features)) * batch + 1

@@ -16,7 +16,7 @@ from tieredemb.lookup.device_bags import (
     Edges,
     find_device_bags,
     new_device_bags,
-    new_fault,
+    new_faults,
 )
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -50,7 +50,7 @@ def found(tables, chosen, resident, samples, ids, edges, places=None):
     device = torch.get_default_device()
     space = DeviceKeySpace(KeySpace(tables, chosen, [0] * len(tables)), resident, device)
     bags = new_device_bags(len(ids), space, samples, is_all=space.space.is_all(places))
-    words = new_fault(device).zero_()
+    words = new_faults(1, device).zero_()
     given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True)
     fault, report, ids = words[:3], words[3:].data_ptr(), torch.from_numpy(ids).to(device)
     find_device_bags(bags, ids, given, space, fault, report, places, padding_is_dropped=True)

@@ -29,7 +29,7 @@ class Pass:
 class Forward:
     """One of the forwards, that at `position`."""
 
-    within, consumed, requested = None, False, None
+    within, consumed, requested, block = None, False, None, 0
 
     def __init__(self, position, backward_pass, joint=None):
         self.position, self.joint = position, joint
@@ -112,10 +112,11 @@ class Joint(HostJointCall):
     def __init__(self):
         self.count, self.batch, self.released, self.changed = FORWARDS, SAMPLES, 0, False
         self.number, self.is_dense = 0, False
+        self.form = types.SimpleNamespace(where=[(0, position) for position in range(FORWARDS)])
         self._forget_parts()
-        self._rows = torch.zeros(FORWARDS, SAMPLES, WIDTH)
+        self._rows = torch.zeros(FORWARDS, SAMPLES, WIDTH).unbind()
 
-    def _is_as_looked_up(self):
+    def _is_as_looked_up(self, block):
         return not self.changed
 
     def release(self):

@@ -26,7 +26,7 @@ from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, as_device, table_set_config
 from tieredemb.tables.division import share_capacity
 from tieredemb.tables.group import row_layout, slot_bytes
-from tieredemb.tables.pool import Member, Pool
+from tieredemb.tables.pool import Member, Pool, Related
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.table_set import TableSet
 
@@ -88,9 +88,10 @@ def make_twins(
                 if not all(each.is_meta for each in found):
                     given = "the weights of the model"
                 rows = opening.enter_context(settings.storage.opening(names, given=given, fills=True))
+            related = Related()
             for (config, members), part in zip(sets, parts, strict=True):
                 config = replace(config, capacity=part)
-                shared = Pool(config, rows=rows) if config.apart else TableSet(config, rows=rows)
+                shared = Pool(config, rows=rows, related=related) if config.apart else TableSet(config, rows=rows)
                 opened.append(shared)
                 for number, each in enumerate(members):
                     way = assigned[each.name]

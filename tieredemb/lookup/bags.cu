@@ -28,26 +28,25 @@ struct Edges {
 
 constexpr i64 MISPLACED = -(1ll << 61), MOST_MISPLACED = 1ll << 60;  // of an edge that should be a first one: + offset
 
-// The edges of features that were looked up by themselves, put together: int64 (features · batch + 1). `parts`: int64
-// (3, features), of each the number of ids before its own, which of the blocks of `batch` offsets is its own, or −1, and
-// the length of its bags if it has none. An offset other than 0 of a first bag becomes an edge that no check lets pass.
-extern "C" __global__ void edges_join(const i64 *offsets, const i64 *parts, i64 features, i64 batch, i64 n_ids,
-                                      i64 *edges) {
+// The edges of features that were looked up by themselves, put together, those of one pool behind those of another:
+// int64 (features · batch + pools). `parts`: int64 (5, features), of each the number of ids of its pool before its own,
+// which of the blocks of `batch` offsets is its own, or −1, the length of its bags if it has none, how many pools there
+// are before its own, and of the last one of a pool how many ids that has, else −1. An offset other than 0 of a first
+// bag becomes an edge that no check lets pass.
+extern "C" __global__ void edges_join(const i64 *offsets, const i64 *parts, i64 features, i64 batch, i64 *edges) {
     wait_for_prior_kernel();
-    for (i64 k = thread_index(); k <= features * batch; k += thread_count()) {
+    for (i64 k = thread_index(); k < features * batch; k += thread_count()) {
         const i64 f = k / batch, b = k - f * batch;
-        if (f == features) {
-            edges[k] = n_ids;
-            continue;
-        }
-        const i64 start = parts[f], block = parts[features + f];
+        const i64 start = parts[f], block = parts[features + f], end = parts[4 * features + f];
         i64 offset = block < 0 ? b * parts[2 * features + f] : offsets[block * batch + b];
+        i64 *edge = edges + k + parts[3 * features + f];
         if (b == 0 && offset != 0) {
             offset = offset < -MOST_MISPLACED ? -MOST_MISPLACED : offset > MOST_MISPLACED ? MOST_MISPLACED : offset;
-            edges[k] = MISPLACED + offset;
+            *edge = MISPLACED + offset;
         } else {
-            edges[k] = start + offset;
+            *edge = start + offset;
         }
+        if (b == batch - 1 && end >= 0) edge[1] = end;
     }
 }
 

@@ -117,10 +117,11 @@ class DeviceBags:
     batch: int
 
 
-def new_fault(device: torch.device) -> torch.Tensor:
-    """Room for the mark of a batch, a `Fault` that is zero while there is none, and behind it for the `Report` of one
-    that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
-    return torch.empty(words_of("Fault") + words_of("Report"), dtype=torch.int64, device=device)
+def new_faults(count: int, device: torch.device) -> torch.Tensor:
+    """Room for the marks of so many batches, `Fault`s that are zero while there is none, and behind them for the
+    `Report`s of those that the host is not to hear of yet: int64 (11 · `count`,). All are to be zero when batches are
+    planned."""
+    return torch.empty(count * (words_of("Fault") + words_of("Report")), dtype=torch.int64, device=device)
 
 
 def tell_fault(report: torch.Tensor, address: int) -> None:
@@ -172,18 +173,17 @@ def find_device_bags(
     )  # fmt: skip
 
 
-def join_edges(offsets: torch.Tensor, parts: torch.Tensor, batch: int, ids: int) -> torch.Tensor:
-    """The edges of the bags of features that were looked up by themselves, `batch` bags each, put together: int64
-    (F·B + 1,). `offsets`: int64 (K·B,), those of the ones that gave any · `parts`: int64 (3, F), of each the number of
-    ids before its own, which block of the offsets is its own, or −1, and the length of its bags where it has none ·
-    `ids`: how many there are. What `find_device_bags` finds wrong with them is reported in the feature's own terms.
-    Does not synchronise."""
+def join_edges(offsets: torch.Tensor, parts: torch.Tensor, batch: int, count: int) -> torch.Tensor:
+    """The edges of the bags of features that were looked up by themselves, `batch` bags each, put together, one pool
+    behind the other: int64 (`count`,), F·B and one more for each pool. `offsets`: int64 (K·B,), those of the ones that
+    gave any · `parts`: int64 (5, F), of each the number of ids of its pool before its own, which block of the offsets
+    is its own, or −1, the length of its bags where it has none, the number of its pool, and of the last one in a pool
+    how many ids that has, else −1. What `find_device_bags` finds wrong with them is reported in the feature's own
+    terms. Does not synchronise."""
     features = parts.shape[1]
-    edges = torch.empty(features * batch + 1, dtype=torch.int64, device=parts.device)
+    edges = torch.empty(count, dtype=torch.int64, device=parts.device)
     join = kernel(FILE, "edges_join")
-    join(
-        blocks_for(features * batch + 1, THREADS, MOST_BLOCKS), THREADS, offsets, parts, features, batch, ids, edges
-    )  # fmt: skip
+    join(blocks_for(features * batch, THREADS, MOST_BLOCKS), THREADS, offsets, parts, features, batch, edges)
     return edges
 
 

@@ -1,4 +1,5 @@
-"""Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are.
+"""Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are, and of
+related pools, which have tables of other widths.
 
 A unit is what one plan is of: several forwards, or a single one that has nobody to join.
 """
@@ -9,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from itertools import chain, repeat
+from itertools import accumulate, chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from tieredemb.errors import TieredEmbError
@@ -19,9 +20,13 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.group import DeviceGroup
-from tieredemb.tables.pool import Member
+from tieredemb.tables.pool import Member, Pool
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tieredemb.step.batch import Given
+    from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.joint_call import JointCall
     from tieredemb.tables.table_set import Place, Placed
@@ -61,12 +66,13 @@ def _units(forwards: Sequence[tuple[LookupModule, bool]]) -> list[list[int]]:
             tables.add(module.tables)
             key = alike
         units.setdefault(key, []).append(position)
-    return [sorted(unit, key=lambda position: _number(forwards[position][0])) for unit in units.values()]
+    return [sorted(unit, key=lambda position: _place(forwards[position][0])) for unit in units.values()]
 
 
-def _number(module: LookupModule) -> int:
-    """That of its table in a pool, if it has one there."""
-    return module.tables.number if isinstance(module.tables, Member) else 0
+def _place(module: LookupModule) -> tuple[int, int]:
+    """That of its pool among those related, and of its table there, if it has one."""
+    tables = module.tables
+    return (tables.pool.order, tables.number) if isinstance(tables, Member) else (0, 0)
 
 
 def _alike(module: LookupModule, trains: bool) -> Hashable:
@@ -82,7 +88,9 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
         return None
     if module.options.max_norm is not None:
         return None
-    return id(tables.pool), module.options, trains
+    config = tables.config
+    kind = config.device, config.dtype, config.output_dtype, config.check_ids, group.is_dense
+    return id(tables.pool.related), kind, module.options, trains
 
 
 def plan_units(
@@ -97,16 +105,16 @@ def plan_units(
     """Plans the units of one batch and puts them down in `made` one by one: an interrupt finds those that were.
     `plan_alone`: plans a single forward · `memories`: of each unit in turn, where to plan · `executor_of`: where plans
     of several forwards are made, which is else here, on the stream that is current · `ahead`: see `Call.plan`."""
-    ages = ages_of([unit[0] for unit in units])
-    for unit, is_later, memory in zip(units, ages, chain(memories, repeat(None)), strict=False):
+    ages = iter(ages_of([lookup for unit in units for lookup in unit]))
+    for unit, memory in zip(units, chain(memories, repeat(None)), strict=False):
+        its = list(islice(ages, len(unit)))
         if len(unit) > 1:
             executor = None if executor_of is None else executor_of(unit[0].module)
-            if _plan_joint(unit, made, executor, ages=is_later, ahead=ahead, memory=memory):
+            if _plan_joint(unit, made, executor, ages=its, ahead=ahead, memory=memory):
                 continue
-        for lookup in unit:
+        for lookup, is_later in zip(unit, its, strict=True):
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
             made.append((lookup.module.planned, planned))
-            is_later = False
 
 
 def drop_all(planned: Sequence[PlannedUnit]) -> None:
@@ -121,13 +129,17 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
     for unit in units:
         if len(unit) == 1:
             continue
-        tables = unit[0].module.tables
-        ages = tables.step_time is None or tables.step_time.begins(tables)
-        division = tables.division
-        if ages and division is not None and division.is_due_in(tables):
-            division.divide()
-        if _plan_joint(unit, made, None, ages=ages, ahead=False, memory=None) and tables.step_time is not None:
-            tables.step_time.looked_up(tables, made[-1][1].result())  # a step has begun with it
+        ages, begun = [False] * len(unit), dict[Pool, Member]()
+        for position, lookup in enumerate(unit):
+            tables = cast("Member", cast("TieredModule", lookup.module).engine.tables)
+            pool = tables.pool
+            if pool not in begun:
+                ages[position], begun[pool] = pool.times.begins(tables), tables
+                if ages[position] and pool.division is not None and pool.division.is_due_in(pool):
+                    pool.division.divide()
+        if _plan_joint(unit, made, None, ages=ages, ahead=False, memory=None):
+            for pool, tables in begun.items():
+                pool.times.looked_up(tables, made[-1][1].result())  # a step has begun with it
 
 
 def _plan_joint(
@@ -135,47 +147,55 @@ def _plan_joint(
     made: list[PlannedUnit],
     executor: PlanExecutor | None,
     *,
-    ages: bool,
+    ages: Sequence[bool],
     ahead: bool,
     memory: CallMemory | None,
 ) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
-    of them is wrong: each then finds out by itself."""
+    of them is wrong: each then finds out by itself. `ages`: of each whether it is of a later time than the plan before
+    it in its pool."""
     from tieredemb.step.joint_call import joint_context, known_context
     from tieredemb.step.joint_form import JointForm, form_key, may_join
 
-    first, numbers, inputs, contexts = cast("TieredModule", unit[0].module), [], [], []
+    first = cast("TieredModule", unit[0].module)
+    inputs: list[Given] = []
+    contexts: list[CallContext] = []
+    of_pool: dict[Pool, list[int]] = {}
     for module, given, _ in unit:
         module = cast("TieredModule", module)
-        numbers.append(cast("Member", module.engine.tables).number)
+        tables = cast("Member", module.engine.tables)
+        of_pool.setdefault(tables.pool, []).append(tables.number)
         inputs.append(given)
         contexts.append(module.call_context)
-    tables, shown = cast("Member", first.engine.tables), form_key(inputs)
+    those = [(pool, tuple(numbers)) for pool, numbers in of_pool.items()]
+    sizes = [len(numbers) for numbers in of_pool.values()]
+    shown, begins = form_key(inputs), accumulate(sizes[:-1], initial=0)
     try:
-        context = known_context(tables.pool, tuple(numbers), first.options)
+        context = known_context(those, first.options)
         form = None if context is None else context.form_of(shown)
         if context is None or form is None:
             batches = [cast("TieredModule", module).batch_of(given) for module, given, _ in unit]
-            context = joint_context(tables.pool, tuple(numbers), first.options) if may_join(batches) else None
+            context = joint_context(those, first.options) if may_join(batches) else None
             if context is None:
                 return False
-            form = JointForm(batches)
+            form = JointForm(batches, sizes)
             context.keep_form(shown, form)
-        device = tables.pool.placed.now.config.device
+        device = those[0][0].placed.now.config.device
         call = _joint_call_type(device.type)(context, form, contexts)
         trains = unit[0].trains and any(lookup.module.is_trainable for lookup in unit)  # some may be frozen by now
-        may_exceed = first.engine.may_exceed_bags
+        may_exceed, of_pools = first.engine.may_exceed_bags, tuple(ages[begin] for begin in begins)
 
         def plan() -> JointCall:
             call.plan(
-                call.join(inputs), trains=trains, scored=True, ages=ages, ahead=ahead, may_exceed_bags=may_exceed,
+                call.join(inputs), trains=trains, scored=True, ages=of_pools, ahead=ahead, may_exceed_bags=may_exceed,
                 memory=memory,
             )  # fmt: skip
             return call
 
         if executor is not None and executor.apart:
-            tables.groups[0].cache.let_go()
-            future = executor.submit(plan)
+            for pool, _ in those:
+                pool.groups[0].cache.let_go()
+            future: Future[Any] = executor.submit(plan)
         else:
             with on_device(device):
                 future = Made(plan())

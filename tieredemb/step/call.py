@@ -53,6 +53,14 @@ def inside_backward() -> bool:
 Collected = list[tuple[Any, Any]]
 
 
+Ages = bool | tuple[bool, ...]
+
+
+def ages_in(ages: Ages, group: int) -> bool:
+    """That of one group."""
+    return ages if isinstance(ages, bool) else ages[group]
+
+
 class StackRows(NamedTuple):
     """An output that has a `Stack`: its pooled bags (K, D), and the rows of the ids that are picked, (·, D) in the
     rows' dtype; and where they are asked for those of all ids, (N, D)."""
@@ -138,7 +146,8 @@ class Call(OneForward, abc.ABC):
     the forward comes and it is started. `batch`: B, its samples."""
 
     number = -1  # in the order of forwards, once it has started
-    joint: Any = None  # the `JointCall` that it is a part of
+    joint: Any = None  # the `JointCall` that it is a part of,
+    block = 0  # and of which of its parts
     consumed = False
     requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
     # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
@@ -159,16 +168,16 @@ class Call(OneForward, abc.ABC):
         *,
         trains: bool,
         scored: bool,
-        ages: bool = True,
+        ages: Ages = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
         """Checks the values of the batch, and plans it. `trains`: whether a backward is expected to update its rows ·
         `scored`: whether it counts as a use of rows · `ages`: whether it is of a later time than the plan before it
-        (`Cache`) · `ahead`: whether the forward has yet to come · `may_exceed_bags`: whether ids beyond the last bag
-        are left of longer batches, and no fault · `memory`: on a GPU, where to plan. Raises `InvalidInputError` and
-        `IdOutOfRangeError` before anything changes."""
+        (`Cache`), in all caches or in each · `ahead`: whether the forward has yet to come · `may_exceed_bags`: whether
+        ids beyond the last bag are left of longer batches, and no fault · `memory`: on a GPU, where to plan. Raises
+        `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
 
     def complete(self) -> bool:
         """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""

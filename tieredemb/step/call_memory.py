@@ -9,56 +9,70 @@ import torch
 
 from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import Places
-from tieredemb.lookup.device_bags import new_device_bags, new_fault, words_of
+from tieredemb.lookup.device_bags import new_device_bags, new_faults, words_of
 from tieredemb.tables.group import DeviceGroup
 
 
 class CallMemory:
-    """Of a forward of `ids` ids and `batch` samples, all of the stream that is current when it is made.
+    """Of a forward of so many `ids` in each group, and of `batch` samples, all of the stream that is current when it is
+    made. Several `blocks` are of one group each, which has ids of its own; else all look among the same ones.
 
     A later forward of as many may be planned into it once this one is over; captured steps find it where it was.
-    `bags`, `segments`, `trained` (int32 (N,)): of each group, those that `sorts` or `masks` asks for · `ids`: int64
-    (N,), what was planned, where a mask is made of it.
+    `faults`, `reports`: of each group, and `fault`: those of all blocks · `bags`, `segments`, `trained` (int32 (N,)):
+    of each group, those that `sorts` or `masks` asks for · `ids`: int64 (N,), what was planned, where a mask is made
+    of it.
     """
 
     def __init__(
         self,
         groups: Sequence[DeviceGroup],
-        ids: int,
+        ids: Sequence[int],
         batch: int,
         places: Places | None,
         *,
+        blocks: int,
         sorts: Sequence[bool],
         masks: Sequence[bool],
     ) -> None:
         device = groups[0].device_space.device
         self.groups = list(groups)
         self.stream = current_stream(device.index)
-        self.words = new_fault(device)
-        self.fault, self.report = self.words[: words_of("Fault")], self.words[words_of("Fault") :]
+        self.words, marks = new_faults(blocks, device), blocks * words_of("Fault")
+        self.fault = self.words[:marks]
+        self.faults: Sequence[torch.Tensor] = [self.fault] * len(groups)
+        self.reports: Sequence[torch.Tensor] = [self.words[marks:]] * len(groups)
+        if blocks > 1:
+            self.faults = self.fault.view(blocks, -1).unbind()
+            self.reports = self.words[marks:].view(blocks, -1).unbind()
         self.places = places
         self.bags = [
-            new_device_bags(ids, group.device_space, batch, is_all=group.space.is_all(places)) for group in groups
+            new_device_bags(n, group.device_space, batch, is_all=group.space.is_all(places))
+            for group, n in zip(groups, ids, strict=True)
         ]
         self.segments = [
-            group.lookup.new_segments(ids, device) if wanted else None
-            for group, wanted in zip(groups, sorts, strict=True)
+            group.lookup.new_segments(n, device) if wanted else None
+            for group, n, wanted in zip(groups, ids, sorts, strict=True)
         ]
         # of each occurrence, where rows are not pooled, its number among as many for each feature: a bag of its own
         self.own_bag = None
         if not groups[0].config.pooled:
-            self.own_bag = torch.empty(ids, dtype=torch.int32, device=device)
-        self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
+            self.own_bag = torch.empty(ids[0], dtype=torch.int32, device=device)
+        self.trained = [
+            torch.empty(n, dtype=torch.int32, device=device) if wanted else None
+            for n, wanted in zip(ids, masks, strict=True)
+        ]
         # what masks are made of, which may be once homes are known, behind what was given
-        self.ids = torch.empty(ids, dtype=torch.int64, device=device) if any(masks) else None
+        given = ids[0] if blocks == 1 else sum(ids)
+        self.ids = torch.empty(given, dtype=torch.int64, device=device) if any(masks) else None
         self._pending: list[torch.cuda.Event] = []
         self.told: set[int] = set()  # streams that use it, of which the allocator knows until it is freed
         self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
 
-    def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int, places: Places | None) -> bool:
-        """Whether it is that of a forward of `ids` ids and `batch` samples in these groups, with features there."""
+    def fits(self, groups: Sequence[DeviceGroup], ids: Sequence[int], batch: int, places: Places | None) -> bool:
+        """Whether it is that of a forward of so many `ids` in each of these groups, and of `batch` samples, with
+        features there."""
         same = self.groups == list(groups) and self.places == places
-        return same and all((len(b.homes), b.batch) == (ids, batch) for b in self.bags)
+        return same and all((len(b.homes), b.batch) == (n, batch) for b, n in zip(self.bags, ids, strict=True))
 
     def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
         """The current stream has planned into it; `aside`: what comes once other streams have."""

@@ -4,7 +4,7 @@ tiers."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
 from tieredemb.lookup.device_bags import Edges, find_device_bags, number_below, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Call, Collected, StackRows
+from tieredemb.step.call import NUMBERS, Ages, Call, Collected, StackRows, ages_in
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.device_update import take_step, those_alike, update, update_jointly, update_together
@@ -38,10 +38,12 @@ class DeviceCall(Call):
 
     parts: list[DeviceGroupCall]
     memory: CallMemory
-    pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
+    pooled: list[torch.Tensor] | None = None  # the outputs, where a recorded plan has looked them up
     recorded: Recorded | None = None  # what has planned it, if that is recorded
-    source: Recorded | None = None  # the same, where it is to look the output up yet
+    source: Recorded | None = None  # the same, where it is to look the outputs up yet
     stack: Stack | None = None  # what the rows of its output are, if that has one
+    layout: Hashable = None  # of several tables that plan as one, what tells their batches apart (`JointForm`)
+    blocks = 1  # groups that have ids and outputs of their own, or one for all
     tells_at_once = True  # of a fault, where it is not planned ahead
 
     def plan(
@@ -50,7 +52,7 @@ class DeviceCall(Call):
         *,
         trains: bool,
         scored: bool,
-        ages: bool = True,
+        ages: Ages = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
@@ -73,7 +75,7 @@ class DeviceCall(Call):
         ids, edges = self.inputs(batch, may_exceed_bags=may_exceed_bags)
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            fits = memory is not None and memory.fits(groups, self.ids, self.batch, batch.places)
+            fits = memory is not None and memory.fits(groups, self.ids_in(groups), self.batch, batch.places)
             self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=trains)
             self.launch(groups, ids, edges, scored=scored, ages=ages, ahead=ahead)
 
@@ -85,30 +87,43 @@ class DeviceCall(Call):
             offsets = offsets.detach().to(torch.int64).contiguous()
         return batch.ids.to(torch.int64), Edges(offsets, batch.edges, batch.exact and not may_exceed_bags)
 
+    def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
+        """How many each group looks among."""
+        return [self.ids] * len(groups)
+
+    def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
+        """The ids that each group looks among, int64 (N,), and the edges of their bags: all, but where several tables
+        plan as one."""
+        return [(ids, edges)]
+
     def launch(
-        self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: bool, ahead: bool
+        self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: Ages, ahead: bool
     ) -> None:
         """Plans `ids` into the memory that the call has, on their device, which is the current one."""
         tables, given = self.context.tables, None
         if self.memory.ids is not None:
             ids = self.memory.ids.copy_(ids)
+        blocks = self.blocks_of(ids, edges)
+        if len(blocks) < len(groups):
+            blocks *= len(groups)
         # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
         if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
-            given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
+            given = groups[0].cache.aside(functools.partial(self._find_bags, groups, blocks))
         else:
-            self._find_bags(groups, ids, edges)
+            self._find_bags(groups, blocks)
         if tables.config.check_ids == "always":
             _check_at_once(tables, ids.device)
         try:
             for group in groups if ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
-            parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
-            for group, bags, segments, trained in parts:
+            memory = self.memory
+            parts = zip(groups, memory.bags, memory.segments, memory.trained, blocks, strict=True)
+            for g, (group, bags, segments, trained, (its, _)) in enumerate(parts):
                 samples = bags.batch if self.memory.own_bag is None else self.rows
                 part = DeviceGroupCall(
                     group, bags, self.context.options, segments, trained, self.memory.own_bag, samples
                 )
-                part.plan(ids, scored=scored, ages=ages, given=given, ahead=ahead)
+                part.plan(its, scored=scored, ages=ages_in(ages, g), given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
             self.release()
@@ -129,16 +144,23 @@ class DeviceCall(Call):
         later = [group.client is not None and group.past is None for group in groups]
         sorts = [trains and not padding and not later for padding, later in zip(has_padding, later, strict=True)]
         with groups[0].cache.memory():
-            return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=has_padding)
+            return CallMemory(
+                groups, self.ids_in(groups), self.batch, places, blocks=self.blocks, sorts=sorts, masks=has_padding
+            )
 
-    def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
-        memory, faults = self.memory, self.context.tables.faults
+    def addresses(self) -> Sequence[int]:
+        """Where the host is told of faults of each block."""
+        return (self.context.tables.faults.address,)
+
+    def _find_bags(self, groups: list[DeviceGroup], blocks: Sequence[tuple[torch.Tensor, Edges]]) -> None:
+        memory, addresses = self.memory, self.addresses()
         memory.words.zero_()
-        report = memory.report.data_ptr() if self.tells_later else faults.address
         dropped = not self.context.options.plans_padding
-        for group, bags in zip(groups, memory.bags, strict=True):
-            space = group.device_space
-            find_device_bags(bags, ids, edges, space, memory.fault, report, memory.places, padding_is_dropped=dropped)
+        for g, (group, bags, (ids, edges)) in enumerate(zip(groups, memory.bags, blocks, strict=True)):
+            address = addresses[g if self.blocks > 1 else 0]
+            report = memory.reports[g].data_ptr() if self.tells_later else address
+            fault, space = memory.faults[g], group.device_space
+            find_device_bags(bags, ids, edges, space, fault, report, memory.places, padding_is_dropped=dropped)
         if memory.own_bag is not None:
             (bags,) = memory.bags
             if self.stack is None or self.stack.is_plain:
@@ -205,15 +227,16 @@ class DeviceCall(Call):
 
     def tell(self) -> None:
         """Tells the host of a fault that the plan has found."""
-        tell_fault(self.memory.report, self.context.tables.faults.address)
+        for report, address in zip(self.memory.reports, self.addresses(), strict=False):
+            tell_fault(report, address)
 
     def catch_up(self) -> None:
-        for part in self.parts:
-            part.catch_up(self.memory.fault)
+        for part, fault in zip(self.parts, self.memory.faults, strict=True):
+            part.catch_up(fault)
 
     def limit_norms(self, max_norm: float) -> None:
-        for part in self.parts:
-            part.limit_norms(self.memory.fault, max_norm)
+        for part, fault in zip(self.parts, self.memory.faults, strict=True):
+            part.limit_norms(fault, max_norm)
 
     @property
     def rows(self) -> int:
@@ -226,11 +249,28 @@ class DeviceCall(Call):
         (part,) = self.parts
         return part.tables_of_rows()
 
-    @ranged("lookup")
+    def output_shapes(self) -> list[tuple[int, int]]:
+        """Of the output; where several tables plan as one of those in each block."""
+        return [(self.rows, self.context.tables.output_width)]
+
+    def look_up(
+        self, outs: Sequence[torch.Tensor], weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool
+    ) -> None:
+        """Writes the outputs. `keep_argmax`, `keep_rows`: what a backward will want to know of the forward."""
+        for g, part in enumerate(self.parts):
+            part.pool(outs[g if self.blocks > 1 else 0], weights, keep_argmax=keep_argmax, keep_rows=keep_rows)
+        for part in self.parts:
+            part.join()
+
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        return self.pool_all(weights, differentiable=differentiable)[0]
+
+    @ranged("lookup")
+    def pool_all(self, weights: torch.Tensor | None, *, differentiable: bool) -> list[torch.Tensor]:
+        """The outputs, of `output_shapes`."""
         if self.pooled is not None:
-            out, self.pooled = self.pooled, None
-            return out
+            outs, self.pooled = self.pooled, None
+            return outs
         source, self.source = self.source, None
         if source is not None:
             if weights is None and not self.keeps_rows:
@@ -240,17 +280,14 @@ class DeviceCall(Call):
                     return found
             self.follow()
             self._tell_now()
-        width, config = self.context.tables.output_width, self.context.tables.config
-        out = torch.empty((self.rows, width), dtype=config.output_dtype, device=config.device)
+        config = self.context.tables.config
+        outs = [torch.empty(shape, dtype=config.output_dtype, device=config.device) for shape in self.output_shapes()]
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
-        for part in self.parts:
-            part.pool(out, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
-        for part in self.parts:
-            part.join()
+        self.look_up(outs, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
         self.memory.joined()
         self.follow()
-        return out
+        return outs
 
     @ranged("lookup")
     def pick(self, ids: torch.Tensor) -> torch.Tensor:

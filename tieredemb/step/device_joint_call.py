@@ -9,7 +9,7 @@ import torch
 
 from tieredemb.cache.tickets import TicketShare
 from tieredemb.kernels.streams import current_stream
-from tieredemb.lookup.device_bags import DeviceBags, join_edges
+from tieredemb.lookup.device_bags import DeviceBags, Edges, join_edges
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tieredemb.step.batch import Batch, Given
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.tables.group import DeviceGroup
+    from tieredemb.tables.pool import Together
 
 
 class DeviceJointCall(JointCall, DeviceCall):
@@ -30,11 +31,35 @@ class DeviceJointCall(JointCall, DeviceCall):
         group = cast("DeviceGroup", self.context.tables.groups[0])
 
         def edges(given: list[torch.Tensor]) -> torch.Tensor:
-            parts = group.words.get(self.form.parts).view(3, -1)
+            parts = group.words.get(self.form.parts).view(5, -1)
             offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
-            return join_edges(offsets, parts, self.form.size, self.starts[-1])
+            return join_edges(offsets, parts, self.form.size, self.form.edges)
 
+        self.layout, self.blocks = self.form.layout, len(self.form.blocks)
         return self.form.join(forwards, edges)
+
+    def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
+        return [block.starts[-1] for block in self.form.blocks]
+
+    def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
+        found = []
+        for block in self.form.blocks:
+            bags = self.form.bags_of(block, edges.offsets)
+            its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact)
+            found.append((ids[block.ids], its))
+        return found
+
+    def addresses(self) -> list[int]:
+        return [faults.address for faults in cast("Together", self.context.tables).block_faults]
+
+    def output_shapes(self) -> list[tuple[int, int]]:
+        return [
+            (len(block.positions) * self.batch, group.space.width)
+            for block, group in zip(self.form.blocks, self.context.tables.groups, strict=True)
+        ]
+
+    def pool_blocks(self) -> list[torch.Tensor]:
+        return self.pool_all(None, differentiable=False)
 
     def share(self, number: int, given: Given) -> DevicePartCall:
         return DevicePartCall(self, number)
@@ -53,13 +78,13 @@ class DeviceJointCall(JointCall, DeviceCall):
     def gpu(self) -> int:  # type: ignore[override]
         return self.memory.fault.get_device()
 
-    def _catch_up_all(self) -> bool:
+    def _catch_up_all(self, block: int) -> bool:
         self.follow()
-        self.parts[0].catch_up(self.memory.fault)
+        self.parts[block].catch_up(self.memory.faults[block])
         return True
 
-    def _looked_up(self) -> torch.Tensor:
-        if self._rows is None and self.source is None:
+    def _looked_up(self) -> Sequence[torch.Tensor]:
+        if not self._rows and self.source is None:
             self._tell()
         return super()._looked_up()
 
@@ -83,7 +108,7 @@ class DevicePartCall(PartCall, DeviceCall):
         return self.joint.memory
 
     def _part(self) -> DeviceGroupCall:
-        (whole,) = self.joint.parts
+        whole = self.joint.parts[self.block]
         with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
             return self._part_of(whole)
 
@@ -91,15 +116,15 @@ class DevicePartCall(PartCall, DeviceCall):
         whole.join()
         self._made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
         group: DeviceGroup = self.context.tables.placed.now.groups[0]  # type: ignore[assignment]
-        batch, position, bags = self.batch, self.position, whole.bags
-        mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
-        edges = bags.offsets[position * batch : (position + 1) * batch + 1]
+        batch, place, bags = self.batch, self.place, whole.bags
+        mine = slice(*self.joint.form.blocks[self.block].starts[place : place + 2])
+        edges = bags.offsets[place * batch : (place + 1) * batch + 1]
         trained = None if whole.trained is bags.homes else whole.trained[mine]
         own = DeviceBags(
             keys=bags.keys[mine],
             homes=bags.homes[mine],
             offsets=edges - edges[0],
-            bag=bags.bag[mine] - position * batch,
+            bag=bags.bag[mine] - place * batch,
             position=None,
             batch=batch,
         )
@@ -115,8 +140,8 @@ class DevicePartCall(PartCall, DeviceCall):
 
     def catch_up(self) -> None:
         self.joint.follow()  # rows of other forwards, which may never come, stay behind
-        (whole,) = self.joint.parts
-        whole.catch_up(self.memory.fault, self.position)
+        whole = self.joint.parts[self.block]
+        whole.catch_up(self.memory.faults[self.block], self.place)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         if self.keeps_rows:

@@ -87,7 +87,7 @@ def update(collected: Collected) -> None:
                     if group.past is not None:
                         group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
-        recurs, kept = len(calls) == 1 and stays and _is_plain(calls), [*options, *scaling.tensors()]
+        recurs, kept = len(calls) == 1 and stays and _is_plain(calls[0].parts), [*options, *scaling.tensors()]
         if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
             launch(grads)
 
@@ -101,11 +101,12 @@ def update_jointly(joint: JointCall, collected: Collected) -> bool:
     if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
         return False
     tables, call, grads = contexts[0].tables.whole, cast("DeviceJointCall", joint), [grad for _, grad in collected]
-    whole, parts = cast("DeviceGroup", tables.groups[0]), call.parts
+    block = collected[0][0].block
+    whole, parts = cast("DeviceGroup", tables.groups[0]), [call.parts[block]]
     with tables.placed.now.rows.again(), on_device(tables.config.device):
         whole.cache.rows_version += 1
         call.follow(*grads)
-        taken = whole.numbered(cast("Together", joint.context.tables).numbers)
+        taken = whole.numbered(cast("Together", joint.context.tables).of_pools[block][1])
         scaling, stays = scaling_of(optimizers[:1] if is_one else optimizers, tables, grads, None if is_one else taken)
 
         def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
@@ -114,7 +115,7 @@ def update_jointly(joint: JointCall, collected: Collected) -> bool:
             return Combined(parts, [grad]), places
 
         _note_steps(contexts, whole)
-        _update_shared(whole, [call], grads, optimizers[0], taken, scaling, combined, stays=stays, is_joint=True)
+        _update_shared(tables, [(call, block)], grads, optimizers[0], taken, scaling, combined, stays, is_joint=True)
     return True
 
 
@@ -138,7 +139,8 @@ def update_together(sets: Sequence[Collected]) -> None:
             return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
 
         _note_steps(contexts, whole)
-        _update_shared(whole, calls, grads, optimizer, taken, scaling, combined, stays=stays, is_joint=False)
+        of_calls = [(call, 0) for call in calls]
+        _update_shared(tables, of_calls, grads, optimizer, taken, scaling, combined, stays, is_joint=False)
 
 
 def _note_steps(contexts: Sequence[CallContext], whole: DeviceGroup) -> None:
@@ -149,32 +151,36 @@ def _note_steps(contexts: Sequence[CallContext], whole: DeviceGroup) -> None:
 
 
 def _update_shared(
-    whole: DeviceGroup,
-    calls: Sequence[DeviceCall],
+    tables: TableSet,
+    blocks: Sequence[tuple[DeviceCall, int]],
     grads: Sequence[torch.Tensor],
     optimizer: RowOptimizer,
     taken: torch.Tensor,
     scaling: Scaling,
     combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]],
-    *,
     stays: bool,
+    *,
     is_joint: bool,
 ) -> None:
-    """The step of the tables `taken`, int32 (K,), which share the cache of a `whole`. `combined`: the calls as one
-    batch, given gradients, and where these lie, if they stay there · `is_joint`: whether features are those tables. The
-    caller holds the rows."""
-    tables, parts = calls[0].context.tables.whole, [call.parts[0] for call in calls]
+    """The step of the `tables` of numbers `taken`, int32 (K,), which share a cache. `blocks`: the calls, and which of
+    their parts is there · `combined`: these as one batch, given gradients, and where these lie, if they stay there ·
+    `stays`: whether all else that is read does · `is_joint`: whether features are those tables. The caller holds the
+    rows."""
+    whole = cast("DeviceGroup", tables.groups[0])
+    calls, parts = [call for call, _ in blocks], [call.parts[block] for call, block in blocks]
     options, tickets = optimizer.options_on(whole), [part.ticket for part in parts]
     with whole.cache.using(*tickets):
         overflow = whole.cache.overflow(tickets)
 
         def launch(grads: Sequence[torch.Tensor]) -> None:
-            faults, (batch, places) = faults_of(calls), combined(grads)
+            faults = [call.memory.faults[block] for call, block in blocks]
+            batch, places = combined(grads)
             segments = batch.segments()
             with _half_done([whole.cache]):
                 rate, numbers = whole.lookup.begin(
-                    options, whole.device_steps, faults, scaling, segments.work, whole.pasts, taken
-                )
+                    options, whole.device_steps, faults[0] if len(faults) == 1 else torch.cat(faults), scaling,
+                    segments.work, whole.pasts, taken,
+                )  # fmt: skip
                 whole.lookup.update(
                     whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
                     whole.pasts, whole.device_steps, tables=taken if is_joint else None, grads=places,
@@ -182,7 +188,7 @@ def _update_shared(
                 if whole.pasts is not None:
                     whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
 
-        recurs, kept = stays and _is_plain(calls), [options, taken, *scaling.tensors()]
+        recurs, kept = stays and _is_plain(parts), [options, taken, *scaling.tensors()]
         if not (recurs and updates_of(tables).run(calls, grads, [overflow], kept, launch)):
             launch(grads)
 
@@ -229,9 +235,8 @@ def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
     return all(grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads)
 
 
-def _is_plain(calls: Sequence[DeviceCall]) -> bool:
+def _is_plain(parts: Sequence[DeviceGroupCall]) -> bool:
     """Whether an update reads what recorded plans leave, its optimizer's numbers, and gradients alone."""
-    parts = (part for call in calls for part in call.parts)
     return all(part.group.past is None and part.is_as_planned for part in parts)
 
 

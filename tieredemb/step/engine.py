@@ -64,7 +64,7 @@ class Engine:
 
     `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
     `over_ranks`: see `gradient_norms` ·
-    `planned`: forwards that were planned before they come, in these tables and in others that share their caches ·
+    `planned`: forwards that were planned before they come, in these tables and in others that are planned with them ·
     `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of longer batches are left.
     """
 
@@ -85,8 +85,11 @@ class Engine:
             self.follow(follows)
 
     def _connect(self) -> None:
-        others = self.tables.whole.engines
-        self.planned: PlannedForwards = next((each.planned for each in list(others)), None) or PlannedForwards()
+        others, related = self.tables.whole.engines, self.tables.whole.related
+        known = next((each.planned for each in list(others)), None) if related is None else related.planned
+        self.planned: PlannedForwards = known or PlannedForwards()
+        if related is not None:
+            related.planned = self.planned
         others.add(self)
         self.ids_may_exceed_bags: set[int] = set()
         self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
@@ -150,7 +153,7 @@ class Engine:
             )
 
     def drop_planned(self) -> None:
-        """Gives up the forwards that were planned ahead in these tables, and in others that share their caches."""
+        """Gives up the forwards that were planned ahead in these tables, and in others that are planned with them."""
         self.planned.drop_all()
 
     def drop_gradient(self) -> None:

@@ -30,7 +30,7 @@ from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Call, Collected, StackRows
+from tieredemb.step.call import Ages, Call, Collected, StackRows, ages_in
 from tieredemb.step.joint_call import JointCall, by_joint, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
@@ -312,7 +312,7 @@ class HostCall(Call):
     """One forward of a module on the CPU."""
 
     parts: list[HostGroupCall]
-    planners: Planners | None = None  # of several tables, who plan as one
+    planners: Sequence[Planners] = ()  # of several tables in each group, who plan as one
 
     def plan(
         self,
@@ -320,29 +320,39 @@ class HostCall(Call):
         *,
         trains: bool,
         scored: bool,
-        ages: bool = True,
+        ages: Ages = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
         ids, options, groups = batch.ids.numpy(), self.context.options, self.context.tables.placed.now.groups
-        if isinstance(batch.offsets, EqualBags):
-            edges = batch.offsets.edges()
+        offsets: Any = batch.offsets if isinstance(batch.offsets, EqualBags) else batch.offsets.numpy()
+        if self.planners:  # which has checked them
+            blocks = self.blocks_of(ids, offsets)
         else:
-            edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
-        bags, dropped = [], not options.plans_padding
-        for group in groups:  # every id is checked before any group plans
-            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=batch.places))
+            if isinstance(offsets, EqualBags):
+                edges = offsets.edges()
+            else:
+                edges = checked_edges(offsets, len(ids), batch.edges, exact=batch.exact)
+            blocks = [(ids, edges)] * len(groups)
+        bags, dropped, places = [], not options.plans_padding, batch.places
+        for group, its in zip(groups, blocks, strict=True):  # every id is checked before any group plans
+            bags.append(make_bags(*its, group.space, batch.size, padding_is_dropped=dropped, places=places))
         self.ids = len(ids)
         try:
-            for group, its_bags in zip(groups, bags, strict=True):
+            for g, (group, its_bags) in enumerate(zip(groups, bags, strict=True)):
                 assert isinstance(group, HostGroup)
-                client = group.client if self.planners is None else self.planners
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=client)
+                client = self.planners[g] if self.planners else group.client
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages_in(ages, g), client=client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
+
+    def blocks_of(self, ids: Array, edges: Any) -> list[tuple[Array, Array]]:
+        """Of several tables that plan as one the ids of each pool, int64 (N,), and the edges of their bags, of those
+        that were joined."""
+        raise NotImplementedError
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():
@@ -471,9 +481,9 @@ def no_rows() -> Pass:
 
 
 def _joint_update(joint: JointCall, collected: Collected) -> RowPass | None:
-    """The update of all tables of a joint call as that of one batch, where their optimizers have the same numbers. The
-    caller holds the locks of the rows."""
-    (whole,), grads = joint.parts, [grad.contiguous() for _, grad in collected]
+    """The update of all tables of a joint call in one pool as that of one batch, where their optimizers have the same
+    numbers. The caller holds the locks of the rows."""
+    whole, grads = joint.parts[collected[0][0].block], [grad.contiguous() for _, grad in collected]
     history = whole.group.shared_history if joint.is_dense else None
     if joint.is_dense and history is None:  # each table has taken steps of its own
         return None

@@ -13,6 +13,7 @@ from tieredemb.cache.tickets import TicketShare
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.tracing import ranged
+from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import Bags, offsets_rise
 from tieredemb.step.host_call import HostCall, HostGroupCall
 from tieredemb.step.joint_call import JointCall, PartCall
@@ -33,21 +34,27 @@ class HostJointCall(JointCall, HostCall):
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         self._offsets = {}
-        self.planners = Planners(self.context.tables.groups[0].clients, np.array(self.starts))
+        self.planners = [
+            Planners(group.clients, np.array(block.starts))
+            for group, block in zip(self.context.tables.groups, self.form.blocks, strict=True)
+        ]
         batch = self.form.join(forwards, self._join_edges)
         self._ids = torch.split(batch.ids, self.form.counts)
         return batch
 
     def _join_edges(self, given: list[torch.Tensor]) -> torch.Tensor:
-        """The edges of all bags, int64 (F·B + 1,), of the offsets that were given, each int32 or int64 (B,)."""
+        """The edges of all bags, int64 (F·B + pools,), of the offsets that were given, each int32 or int64 (B,)."""
         size, copies = self.form.size, {id(offsets): offsets.clone() for offsets in given}
         self._offsets = {
             number: copies[id(offsets)] for number, offsets in zip(self.form.with_offsets, given, strict=True)
         }
-        edges, checked = np.empty(self.count * size + 1, np.int64), set()
-        edges[-1] = self.starts[-1]
+        edges, checked = np.empty(self.form.edges, np.int64), set()
         for number, (length, count) in enumerate(zip(self.form.lengths, self.form.counts, strict=True)):
-            its = edges[number * size : (number + 1) * size]
+            which, place = self.form.where[number]
+            block = self.form.blocks[which]
+            of_block = edges[block.edges]
+            of_block[-1] = block.starts[-1]
+            its = of_block[place * size : (place + 1) * size]
             if length >= 0:
                 its[:] = np.arange(size) * length
             else:
@@ -56,7 +63,7 @@ class HostJointCall(JointCall, HostCall):
                 if (id(offsets), count) not in checked and not offsets_rise(its, size, count):
                     raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
                 checked.add((id(offsets), count))
-            its += self.starts[number]
+            its += block.starts[place]
         return torch.from_numpy(edges)
 
     def share(self, number: int, given: Given) -> HostPartCall | None:
@@ -68,28 +75,36 @@ class HostJointCall(JointCall, HostCall):
             return None
         return HostPartCall(self, number)
 
-    def _catch_up_all(self) -> bool:
+    def _catch_up_all(self, block: int) -> bool:
         with self.context.tables.placed.now.rows.again():
-            return self._is_as_looked_up() and self.parts[0].keep_caught_up()
+            return self._is_as_looked_up(block) and self.parts[block].keep_caught_up()
+
+    def blocks_of(self, ids: Array, edges: Any) -> list[tuple[Array, Array]]:
+        found = []
+        for block in self.form.blocks:
+            bags = self.form.bags_of(block, edges)
+            found.append((ids[block.ids], bags.edges() if isinstance(bags, EqualBags) else bags))
+        return found
 
     @ranged("lookup")
-    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        (whole,), config = self.parts, self.context.tables.placed.now.config
-        rows = self.count * self.batch if config.pooled else self.ids
-        out = np.empty((rows, whole.group.space.width), CARRIERS[config.output_dtype])
-        whole.pool_below(out)
-        return torch.from_numpy(out).view(config.output_dtype)
+    def pool_blocks(self) -> list[torch.Tensor]:
+        dtype, found = self.context.tables.placed.now.config.output_dtype, []
+        for part, block in zip(self.parts, self.form.blocks, strict=True):
+            out = np.empty((len(block.positions) * self.batch, part.group.space.width), CARRIERS[dtype])
+            part.pool_below(out)
+            found.append(torch.from_numpy(out).view(dtype))
+        return found
 
 
 class HostPartCall(PartCall, HostCall):
     """See `PartCall`."""
 
     def _part(self) -> HostGroupCall:
-        (whole,), position, batch = self.joint.parts, self.position, self.batch
+        whole, place, batch = self.joint.parts[self.block], self.place, self.batch
         bags, ticket = cast("Bags", whole.bags), cast("Ticket", whole.ticket)
-        mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
-        first, end = int(ticket.uniques[:position].sum()), int(ticket.uniques[: position + 1].sum())
-        edges = bags.offsets[position * batch : (position + 1) * batch + 1]
+        mine = slice(*self.joint.form.blocks[self.block].starts[place : place + 2])
+        first, end = int(ticket.uniques[:place].sum()), int(ticket.uniques[: place + 1].sum())
+        edges = bags.offsets[place * batch : (place + 1) * batch + 1]
         own = Bags(
             keys=bags.keys[mine],
             offsets=edges - edges[0],

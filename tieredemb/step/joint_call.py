@@ -41,9 +41,8 @@ def catch_up_lagging(*tables: TableSet) -> None:
         if joint is None:
             LAGGING.discard(known)
             continue
-        its = cast("Together", joint.context.tables)
-        pool = its.pool()
-        if any((pool, number) in stepping for number in its.numbers):
+        of_pools = cast("Together", joint.context.tables).of_pools
+        if any((pool(), number) in stepping for pool, numbers in of_pools for number in numbers):
             joint.catch_up_those_that_came()
 
 
@@ -74,40 +73,44 @@ class JointContext(CallContext):
         self.forms.put(shown, self.tables.placed.now, form)
 
 
-def known_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> JointContext | None:
-    """What joint calls over these tables of the pool have needed before, if there were any."""
-    found: JointContext | None = pool.contexts.get((numbers, options))
+Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
+
+
+def known_context(tables: Tables, options: LookupOptions) -> JointContext | None:
+    """What joint calls over these tables have needed before, if there were any."""
+    key = *[(pool.order, numbers) for pool, numbers in tables], options
+    found: JointContext | None = tables[0][0].related.contexts.get(key)
     return found
 
 
-def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> JointContext | None:
-    """What joint calls over these tables of the pool need; None where so many others were asked for that they are no
-    habit of a model."""
-    found = known_context(pool, numbers, options)
-    if found is None and len(pool.contexts) < MOST_TOGETHER:
-        found = JointContext(Together(pool, numbers), options, _Nobody(), BackwardPass(), _never)
-        pool.contexts[numbers, options] = found
+def joint_context(tables: Tables, options: LookupOptions) -> JointContext | None:
+    """What joint calls over these tables need; None where so many others were asked for that they are no habit of a
+    model."""
+    found, contexts = known_context(tables, options), tables[0][0].related.contexts
+    if found is None and len(contexts) < MOST_TOGETHER:
+        found = JointContext(Together(tables), options, _Nobody(), BackwardPass(), _never)
+        contexts[(*[(pool.order, numbers) for pool, numbers in tables], options)] = found
     return found
 
 
 class JointCall(Call):
     """The forwards of several tables as one call, of batches of one `form`. `contexts`: of who makes each forward ·
-    `starts`: where the ids of each begin, and where they end · `count`: how many forwards these are · `is_dense`:
-    whether tables have steps to catch up with · `gpu`: the number of the one that they are on, or −1."""
+    `count`: how many forwards these are · `is_dense`: whether tables have steps to catch up with · `gpu`: the number of
+    the one that they are on, or −1. Of its `parts` each is what one pool has planned: a block of the form."""
 
     gpu = -1
 
     def __init__(self, context: JointContext, form: JointForm, contexts: Sequence[CallContext]) -> None:
         super().__init__(context, form.size)
         self.contexts = contexts
-        self.form, self.starts, self.count = form, form.starts, len(form.starts) - 1
+        self.form, self.count = form, len(form.counts)
         self.is_dense = context.is_dense
         self._forget_parts()
 
     def _forget_parts(self) -> None:
         self._in_flight: set[object] = set(range(self.count))  # forwards that were not released
-        self._rows: torch.Tensor | None = None  # the outputs of all forwards
-        self._rows_of: Hashable = None  # of what version of rows, and how they were looked up
+        self._rows: Sequence[torch.Tensor] = ()  # the outputs of all forwards, once they are looked up
+        self._rows_of: list[Hashable] = []  # of each block, of what version of rows, and how they were looked up
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
         self._node: tuple[weakref.ref[Calls], dict[int, torch.Tensor]] | None = None
@@ -127,7 +130,7 @@ class JointCall(Call):
         """The output of one of the forwards, (B, D), while the rows are what they were when the first one came; else,
         and where that was on another stream or in inference mode, None."""
         # no view to autograd: who has it may change it in place
-        return self._looked_up()[position].data if self._is_as_looked_up() else None
+        return self._looked_up()[position].data if self._is_as_looked_up(self.form.where[position][0]) else None
 
     def output_of(self, call: PartCall, hook: torch.Tensor) -> torch.Tensor | None:
         """Starts one that is to be trained; returns the same of it, of one autograd node with the others. `hook`: see
@@ -135,7 +138,7 @@ class JointCall(Call):
         call.number, output = next(NUMBERS), None
         if self.number < 0:
             self.start(trains=False)
-        if self._is_as_looked_up():
+        if self._is_as_looked_up(call.block):
             if self._node is None:
                 came, leaf = Calls(), hook.detach().requires_grad_()  # of its own, as in `Engine.lookup`
                 outputs = dict(enumerate(LOOKUP(leaf, None, came, self._outputs_apart)))
@@ -172,33 +175,44 @@ class JointCall(Call):
             with self._taking:
                 calls, self._lagging = self._lagging, []
             LAGGING.discard(weakref.ref(self))
-            if calls and not (len(calls) == self.count and self._catch_up_all()):
-                for call in calls:
-                    call.catch_up()
+            of_block: dict[int, list[PartCall]] = {}
+            for call in calls:
+                of_block.setdefault(call.block, []).append(call)
+            for block, its in of_block.items():
+                if len(its) < len(self.form.blocks[block].positions) or not self._catch_up_all(block):
+                    for call in its:
+                        call.catch_up()
         finally:
             self._forget(mine)
 
     @abc.abstractmethod
-    def _catch_up_all(self) -> bool:
-        """The same of all forwards as one; returns False where that cannot be."""
+    def _catch_up_all(self, block: int) -> bool:
+        """The same of all forwards in one pool, as one; returns False where that cannot be."""
 
-    def _is_as_looked_up(self) -> bool:
-        """Whether a lookup now finds what the one of the first forward has found, or is the first one."""
+    def _is_as_looked_up(self, block: int) -> bool:
+        """Whether a lookup in one pool now finds what that of the first forward has found, or is the first one."""
         stream = 0 if self.gpu < 0 else torch._C._cuda_getCurrentRawStream(self.gpu)
-        now = self.parts[0].group.cache.rows_version, stream, torch.is_inference_mode_enabled()
-        if self._rows_of is None:
-            self._rows_of = now
-        return now == self._rows_of
+        is_inference = torch.is_inference_mode_enabled()
+        if not self._rows_of:
+            self._rows_of = [(part.group.cache.rows_version, stream, is_inference) for part in self.parts]
+        return (self.parts[block].group.cache.rows_version, stream, is_inference) == self._rows_of[block]
 
-    def _looked_up(self) -> torch.Tensor:
-        """The outputs of all forwards, (F, B, D)."""
-        if self._rows is None:
-            self._rows = self.pool(None, differentiable=False).view(self.count, self.batch, -1)
+    @abc.abstractmethod
+    def pool_blocks(self) -> Sequence[torch.Tensor]:
+        """The outputs of the forwards in each pool, (F·B, D)."""
+
+    def _looked_up(self) -> Sequence[torch.Tensor]:
+        """The output of each forward, (B, D)."""
+        if not self._rows:
+            found: list[torch.Tensor] = []
+            for block, out in zip(self.form.blocks, self.pool_blocks(), strict=True):
+                found += out.view(len(block.positions), self.batch, -1).unbind()
+            self._rows = found
         return self._rows
 
     def _outputs_apart(self) -> list[torch.Tensor]:
         """That of each, no views to autograd either."""
-        return [each.data for each in self._looked_up().unbind()]
+        return [each.data for each in self._looked_up()]
 
     @staticmethod
     def in_order(collected: Collected) -> Collected:
@@ -228,7 +242,7 @@ class JointCall(Call):
             for each in those:
                 node[1].pop(each, None)
         if not self._in_flight:
-            self._rows = self._node = None
+            self._rows, self._node = (), None
             self.release()
 
 
@@ -238,9 +252,10 @@ class PartCall(Call):
 
     def __init__(self, joint: JointCall, position: int) -> None:
         self.joint, self.position = joint, position  # what it is a part of
+        self.block, self.place = joint.form.where[position]  # of which pool, and where there
         self.context, self.batch = joint.contexts[position], joint.batch
         joint._awaited.discard(position)
-        self.ids = joint.starts[position + 1] - joint.starts[position]
+        self.ids = joint.form.counts[position]
         self._parts: list[Any] = []
         self._lasts = True
 
@@ -296,22 +311,22 @@ def take_one_step(optimizers: Sequence[RowOptimizer | None]) -> bool:
 
 
 def by_joint(collected: Collected) -> tuple[list[tuple[JointCall, Collected]], list[Collected]]:
-    """Of calls those that are all parts of a joint call, none of which was asked what does not concern all, and of
-    whose tables there are no others: with that, in the order of the tables. And the rest, those over each set of tables
-    by themselves."""
-    of: dict[Any, Collected] = {}
+    """Of calls those that are all parts of a joint call in one pool, none of which was asked what does not concern all,
+    and of whose tables there are no others: with that, in the order of the tables. And the rest, those over each set of
+    tables by themselves."""
+    of: dict[tuple[Any, int], Collected] = {}
     for pair in collected:
-        of.setdefault(pair[0].joint, []).append(pair)
+        of.setdefault((pair[0].joint, pair[0].block), []).append(pair)
     times = Counter([call.context.tables for call, _ in collected]) if len(of) > 1 else Counter()
     twice = {tables for tables, count in times.items() if count > 1}
-    found = dict[Any, Collected]()
-    for joint, its in of.items():
-        if joint is None or len(its) < joint.count:
+    found = dict[tuple[Any, int], Collected]()
+    for (joint, block), its in of.items():
+        if joint is None or len(its) < len(joint.form.blocks[block].positions):
             continue
         if not {call for call, _ in its if call._parts or call.context.tables in twice}:
-            found[joint] = joint.in_order(its)
+            found[joint, block] = joint.in_order(its)
     rest: dict[Any, Collected] = {}
     for pair in collected if len(found) < len(of) else ():
-        if pair[0].joint not in found:
+        if (pair[0].joint, pair[0].block) not in found:
             rest.setdefault(pair[0].context.updater, []).append(pair)
-    return [*found.items()], [*rest.values()]
+    return [(joint, its) for (joint, _), its in found.items()], [*rest.values()]

@@ -4,11 +4,10 @@ before, was checked with those: the values are all that is new."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,37 +43,73 @@ def may_join(batches: Sequence[Batch]) -> bool:
     return len(batches) ** 2 * size <= MAX_BAGS and sum(batch.ids.shape[0] for batch in batches) > 0
 
 
-class JointForm:
-    """What `batches` have alike that `may_join`. `size`: their samples · `counts`: how many ids each has · `starts`:
-    where they begin, and where they end · `lengths`: of the bags of each, or −1 where it has offsets ·
-    `with_offsets`: which those are · `parts`: the same as `join_edges` takes it."""
+class Block(NamedTuple):
+    """The forwards in one pool. `positions`: theirs among all · `ids`: where theirs are · `starts`: where those of each
+    begin among these, and where they end · `bags`: where all are of one length · `edges`: where those of the bags
+    are."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    positions: range
+    ids: slice
+    starts: list[int]
+    bags: EqualBags | None
+    edges: slice
+
+
+class JointForm:
+    """What `batches` have alike that `may_join`, of which so many are of each pool as `sizes` says. `size`: their
+    samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets ·
+    `with_offsets`: which those are · `blocks`: of each pool · `where`: of each its block, and its place there ·
+    `layout`: tells forms of as many ids and samples apart · `parts`: the same as `join_edges` takes it."""
+
+    def __init__(self, batches: Sequence[Batch], sizes: Sequence[int]) -> None:
         self.size = batches[0].size
         self.counts = [batch.ids.shape[0] for batch in batches]
-        self.starts = [0, *itertools.accumulate(self.counts)]
         self._is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
-        self.lengths = lengths = [
-            each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches
-        ]
-        self._bags: EqualBags | None = None
-        if lengths[0] >= 0 and lengths.count(lengths[0]) == len(lengths):
-            self._bags = EqualBags(len(batches) * self.size, lengths[0])
-        self.with_offsets = [number for number, length in enumerate(lengths) if length < 0]
-        blocks = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(lengths)]
-        self.parts = (*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))  # see `join_edges`
+        self.lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+        self.with_offsets = [number for number, length in enumerate(self.lengths) if length < 0]
+        self.blocks: list[Block] = []
+        self.where: list[tuple[int, int]] = []
+        for number, count in enumerate(sizes):
+            self.blocks.append(self._block(number, range(len(self.where), len(self.where) + count)))
+            self.where += [(number, place) for place in range(count)]
+        self.is_equal = all(block.bags is not None for block in self.blocks)
+        self.edges = len(batches) * self.size + len(self.blocks)
+        self.layout = tuple((block.ids.stop, block.bags if self.is_equal else None) for block in self.blocks)
+        self.parts = self._parts()
+
+    def _block(self, number: int, positions: range) -> Block:
+        first, starts = sum(self.counts[: positions.start]), [0]
+        for position in positions:
+            starts.append(starts[-1] + self.counts[position])
+        length, size = self.lengths[positions.start], self.size
+        is_equal = length >= 0 and {self.lengths[position] for position in positions} == {length}
+        edges = slice(positions.start * size + number, positions.stop * size + number + 1)
+        bags = EqualBags(len(positions) * size, length) if is_equal else None
+        return Block(positions, slice(first, first + starts[-1]), starts, bags, edges)
+
+    def _parts(self) -> tuple[int, ...]:
+        starts = [start for block in self.blocks for start in block.starts[:-1]]
+        given = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(self.lengths)]
+        ends = [-1] * len(starts)
+        for block in self.blocks:
+            ends[block.positions[-1]] = block.starts[-1]
+        return *starts, *given, *(max(0, each) for each in self.lengths), *(number for number, _ in self.where), *ends
+
+    def bags_of(self, block: Block, edges: Any) -> Any:
+        """Those of a pool, of `edges` that were joined."""
+        return block.bags if self.is_equal else edges[block.edges]
 
     def join(self, forwards: Sequence[Given], edges: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
         """What the forwards are given, as one batch, on the stream that is current. `edges`: makes those of all bags of
-        the offsets that were given."""
+        the offsets that were given, one block behind the other."""
         given: list[Any] = [each[0] for each in forwards]
         ids = torch.cat(given if self._is_flat else [each.reshape(-1) for each in given]).to(torch.int64)
-        bags: Any = self._bags
-        if bags is None:
+        bags: Any = self.blocks[0].bags
+        if not self.is_equal:
             # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
             offsets: list[Any] = [forwards[number][1] for number in self.with_offsets]
             bags = edges(offsets)
-        return Batch(ids, bags, len(forwards) * self.size + 1, True, self.size, None, (ids,))
+        return Batch(ids, bags, self.edges, True, self.size, None, (ids,))
 
 
 class JointForms:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -29,6 +30,7 @@ from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
+    from tieredemb.step.call import Ages
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.stack import Stack
@@ -39,10 +41,11 @@ MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording 
 
 
 class Form(NamedTuple):
-    """What the launches of a plan depend on. `given`: how many of the `edges` are given, or the length of all bags
-    where they are `equal` · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`,
-    and not a plain one, else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
+    """What the launches of a plan depend on. `layout`: see `DeviceCall` · `given`: how many of the `edges` are given,
+    or the length of all bags where they are `equal` · `exact`, `places`: see `Batch` · `stacked`: how many rows an
+    output has that is a `Stack`, and not a plain one, else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
 
+    layout: Hashable
     ids: int
     batch: int
     edges: int
@@ -52,7 +55,7 @@ class Form(NamedTuple):
     places: Places | None
     stacked: int
     trains: bool
-    ages: bool
+    ages: Ages
     ahead: bool
 
 
@@ -114,7 +117,7 @@ class RecordedPlans:
         self._forms = Repeats()
         self._recorded.clear()
 
-    def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: bool, ahead: bool) -> bool:
+    def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: Ages, ahead: bool) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
         site = self._site
@@ -129,7 +132,10 @@ class RecordedPlans:
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
-        form = Form(n, batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages, ahead)
+        form = Form(
+            call.layout, n, batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages,
+            ahead,
+        )  # fmt: skip
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
                 return self._plan(call, site, form, batch)
@@ -153,8 +159,9 @@ class RecordedPlans:
         return False
 
     def _plan_locked(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
-        following = [group.cache.next_plan(form.ids) for group in site.groups]
-        if None in following:
+        ids = call.ids_in(site.groups)
+        following = [group.cache.next_plan(n) for group, n in zip(site.groups, ids, strict=True)]
+        if None in following or 0 in ids:
             return False
         key = form, tuple(cast("list[NextPlan]", following))
         known = self._recorded.get(key)
@@ -195,9 +202,9 @@ class Recorded:
         self.number = next(_numbers)
         ids, edges = call.inputs(batch)
         groups = self._groups = site.groups
-        tables = call.context.tables
-        self._output = (call.rows, tables.output_width), tables.config.output_dtype, site.device
-        pools = site.pools and form.stacked < 0 and min(self._output[0]) > 0
+        self._ids_in = call.ids_in(groups)
+        self._output = call.output_shapes(), call.context.tables.config.output_dtype, site.device
+        pools = site.pools and form.stacked < 0 and min(map(min, self._output[0])) > 0
         later = form.ahead or site.waits
         self._ahead, self._pools, self._pools_later = form.ahead, pools and not later, pools and later
         with no_inference(), groups[0].cache.memory():
@@ -213,57 +220,62 @@ class Recorded:
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
-        out = self._new_output() if self._pools else None
+        outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
-        self._transfers = self._record(call, key, ids, edges, out)
+        self._transfers = self._record(call, key, ids, edges, outs)
         for transfer in self._transfers:
             if transfer is not None:
                 transfer.record_finish(self._new_graph())
-        self._run(ids, edges.offsets, out, batch.stack)
+        self._run(call, ids, edges, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
             group.cache.has_come(part.ticket)
         self._begin_transfers(call)
         groups[0].cache.recorded.add(self)
-        self._taken(call, out)
+        self._taken(call, outs)
 
     def _new_graph(self) -> Recording:
         """For a part of the plan: its few blocks go before those of the step that it runs beside."""
         return Recording(self._output[2], self._groups[0].cache.plan_pool, priority=-1 if self._ahead else 0)
 
-    def _new_output(self) -> torch.Tensor:
-        shape, dtype, device = self._output
-        return torch.empty(shape, dtype=dtype, device=device)
+    def _new_outputs(self) -> list[torch.Tensor]:
+        shapes, dtype, device = self._output
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def _record(
-        self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None
+        self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, outs: list[torch.Tensor] | None
     ) -> list[RecordedTransfer | None]:
         """Returns the transfer of each group whose rows pass through the host."""
         form, following = key
-        read, changing = self._ids, []
-        if read is None:
-            read = ids
-            changing.append(ids)
-        if isinstance(edges.offsets, torch.Tensor) and form.given:
-            if edges.offsets.data_ptr() == ids.data_ptr():  # the graph could not tell them apart
-                edges = Edges(edges.offsets.clone(), edges.count, edges.exact)
-            changing.append(cast("torch.Tensor", edges.offsets))
-        if out is not None:
-            changing.append(out)
+        read = ids if self._ids is None else self._ids
+        if isinstance(edges.offsets, torch.Tensor) and edges.offsets.data_ptr() == ids.data_ptr():
+            edges = Edges(edges.offsets.clone(), edges.count, edges.exact)  # the graph could not tell them apart
+        changing = self._inputs(call, ids, edges)
+        changing += outs or ()
         with ExitStack() as inside:
             transfers = [
-                inside.enter_context(group.cache.recording(plan, form.ids))
-                for group, plan in zip(self._groups, following, strict=True)
+                inside.enter_context(group.cache.recording(plan, n))
+                for group, plan, n in zip(self._groups, following, self._ids_in, strict=True)
             ]
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, read, edges, scored=True, ages=form.ages, ahead=form.ahead)
+            if outs is not None:
+                call.look_up(outs, None, keep_argmax=False, keep_rows=False)
             for part in call.parts:
-                if out is not None:
-                    part.pool(out, None, keep_argmax=False, keep_rows=False)
                 part.join()
             changing += [argument for each in transfers if each is not None for argument in each.changing]
         return transfers
+
+    def _inputs(self, call: DeviceCall, ids: torch.Tensor, edges: Edges) -> list[torch.Tensor]:
+        """Those that the graph is told of each time, unless it has copies."""
+        found = []
+        for its, bags in call.blocks_of(ids, edges):
+            if self._ids is None:
+                found.append(its)
+            if isinstance(bags.offsets, torch.Tensor) and bags.offsets.shape[0]:
+                found.append(bags.offsets)
+        return found
 
     def is_free(self) -> bool:
         """Whether nobody uses what it has planned last, on the device either."""
@@ -287,9 +299,9 @@ class Recorded:
             ids = ids.to(torch.int64)
         if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
             offsets = offsets.to(torch.int64).contiguous()
-        out = self._new_output() if self._pools else None
+        outs = self._new_outputs() if self._pools else None
         batches = [group.cache.count_next() for group in self._groups]
-        self._run(ids, offsets, out, batch.stack)
+        self._run(call, ids, Edges(offsets, batch.edges, batch.exact), outs, batch.stack)
         call.parts = [
             part.again(group.cache.replanned(number, homes, overflow))
             for group, part, number, homes, overflow in zip(
@@ -298,7 +310,7 @@ class Recorded:
         ]
         call.memory = self._memory
         self._begin_transfers(call)
-        self._taken(call, out)
+        self._taken(call, outs)
 
     def _begin_transfers(self, call: DeviceCall) -> None:
         """Behind a replay: has rows brought that pass through the host."""
@@ -306,22 +318,22 @@ class Recorded:
             if transfer is not None:
                 group.cache.begun(part.ticket, transfer, ahead=self._ahead)
 
-    def look_up(self, call: DeviceCall) -> torch.Tensor | None:
-        """The output of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
+    def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None:
+        """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
         where that cannot be recorded, and is to be launched."""
         with ExitStack() as used:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
             if self._has_moved(call):
                 return None
-            out = self._new_output()
-            if self._lookup is None and not self._record_lookup(call, out):
+            outs = self._new_outputs()
+            if self._lookup is None and not self._record_lookup(call, outs):
                 return None
             assert self._lookup is not None
-            self._lookup.replay([out.data_ptr()])
+            self._lookup.replay([out.data_ptr() for out in outs])
         if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
             call.follow()
-        return out
+        return outs
 
     def _has_moved(self, call: DeviceCall) -> bool:
         """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
@@ -331,16 +343,15 @@ class Recorded:
             if transfer is not None and before.slotless
         )
 
-    def _record_lookup(self, call: DeviceCall, out: torch.Tensor) -> bool:
-        lookup = Recording(out.device, self.compute_pool)
+    def _record_lookup(self, call: DeviceCall, outs: list[torch.Tensor]) -> bool:
+        lookup = Recording(self._output[2], self.compute_pool)
         try:
             with ExitStack() as inside:
                 for group in self._groups:
                     inside.enter_context(group.cache.captured())
-                inside.enter_context(lookup.recorded([out]))
+                inside.enter_context(lookup.recorded(outs))
                 call.tell()
-                for part in call.parts:
-                    part.pool(out, None, keep_argmax=False, keep_rows=False)
+                call.look_up(outs, None, keep_argmax=False, keep_rows=False)
         except Exception as error:
             recording.note_failure(error)
             self._pools_later = False
@@ -349,26 +360,25 @@ class Recorded:
         return True
 
     def _run(
-        self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None, stack: Stack | None
+        self,
+        call: DeviceCall,
+        ids: torch.Tensor,
+        edges: Edges,
+        outs: list[torch.Tensor] | None,
+        stack: Stack | None,
     ) -> None:
-        now = []
         if self._row is not None and stack is not None:
             copy_on_device(self._row, stack.row)
-        if self._ids is None:
-            now.append(ids.data_ptr())
-        else:
+        if self._ids is not None:
             copy_on_device(self._ids, ids)
-        if not isinstance(offsets, EqualBags) and offsets.shape[0]:
-            now.append(offsets.data_ptr())
-        if out is not None:
-            now.append(out.data_ptr())
+        now = [each.data_ptr() for each in (*self._inputs(call, ids, edges), *(outs or ()))]
         for transfer in self._transfers:
             if transfer is not None:
                 now += transfer.expect()
         self._graph.replay(now)
 
-    def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
-        call.pooled, call.recorded = out, self
+    def _taken(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
+        call.pooled, call.recorded = outs, self
         self._batches = [part.ticket.batch for part in call.parts]
         call.source = self if self._pools_later else None
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)

@@ -7,8 +7,8 @@ flushing and closing it, checkpoints.
 
 from __future__ import annotations
 
-import abc
 import copy
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ import torch
 
 from tieredemb.cache.changes import Part
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import Capacity, OptimizerConfig
+from tieredemb.config import Capacity, OptimizerConfig, TableConfig
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.storage.base import RowOpener
@@ -27,7 +27,7 @@ from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.step_time import StepTime
-from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
+from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet, make_fault_report
 
 if TYPE_CHECKING:
     from tieredemb.tables.division import Division
@@ -35,15 +35,33 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class Pool(TableSet):
-    """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has."""
+class Related:
+    """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them
+    that were planned before they come, once there is somebody to plan them · `contexts`: what lookups in several of the
+    tables as one keep. A copy has neither."""
 
-    def __init__(self, config: TableSetConfig, *, rows: RowOpener | None = None) -> None:
+    def __init__(self) -> None:
+        self.planned: Any = None
+        self.contexts: dict[object, Any] = {}
+        self.orders = itertools.count()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Related, ()
+
+
+class Pool(TableSet):
+    """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has · `related`:
+    what it has in common with others, and `order`: its place among these."""
+
+    def __init__(
+        self, config: TableSetConfig, *, rows: RowOpener | None = None, related: Related | None = None
+    ) -> None:
         assert config.apart
         super().__init__(config, rows=rows)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
-        self.contexts: dict[object, Any] = {}  # what lookups in several tables as one keep
+        self.related = Related() if related is None else related
+        self.order = next(self.related.orders)
 
     def adopt(self) -> None:
         super().adopt()
@@ -82,7 +100,7 @@ class Pool(TableSet):
         config, metadata = self.config, self.groups[0].cache.cold.metadata
         if isinstance(config.storage, UnifiedMemory):  # of which some may never come
             config = replace(config, storage=replace(config.storage, pretouch=False))
-        return _rebuild_pool, (config, metadata.batch, metadata.policy)
+        return _rebuild_pool, (config, metadata.batch, metadata.policy, self.related)
 
 
 class Member(TableSet):
@@ -156,22 +174,66 @@ class Member(TableSet):
 
 
 class Together(TableSet):
-    """Some of the tables of a `pool`, those of `numbers`, which ascend, to be planned and looked up as one: the rows of
-    their outputs lie below each other."""
+    """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
+    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend."""
 
-    def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
-        self.pool, self.numbers = weakref.ref(pool), numbers  # who keeps it
-        self.placed = _PlacedTogether(pool, numbers)
-        self.columns = np.array([0] * len(numbers) + [self.config.tables[0].embedding_dim], np.int64)
+    def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
+        self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
+        self.placed = self._placed = _PlacedTogether(of_pools)
+        width = self.config.tables[0].embedding_dim
+        self.columns = np.array([0] * len(self.config.tables) + [width], np.int64)
+
+    @property
+    def block_faults(self) -> list[Any]:
+        """Where a GPU reports bad ids and offsets of each pool; empty on the CPU."""
+        return self._placed.block_faults
 
 
-class _PlacedInPool(Placed):
-    """Where tables of a pool are: where that is now, whatever has moved it."""
+class _PlacedTogether(Placed):
+    """Where they are: where that is now, whatever has moved their pools."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
+        self._pools = [pool.placed for pool, _ in of_pools]
+        self._numbers = [numbers for _, numbers in of_pools]
+        self._of: list[Place] = []
+        self._now: Place | None = None
+        self.block_faults: list[Any] = []
+
+    @property
+    def now(self) -> Place:  # type: ignore[override]
+        if self._now is not None:
+            for pool, place in zip(self._pools, self._of, strict=True):
+                if pool.now is not place:
+                    break
+            else:
+                return self._now
+        there = [pool.now for pool in self._pools]
+        self._now, self._of = self._place(there), there
+        return self._now
+
+    def _place(self, there: Sequence[Place]) -> Place:
+        groups, tables = [], list[TableConfig]()
+        self.block_faults = []
+        for place, numbers in zip(there, self._numbers, strict=True):
+            its = tuple(place.config.tables[number] for number in numbers)
+            config = replace(place.config, tables=its)
+            groups.append(place.groups[0].of_tables(numbers, config))
+            tables += its
+            if (faults := make_fault_report(config)) is not None:
+                self.block_faults.append(faults)
+                place.other_faults.append(faults)
+        return Place(replace(there[0].config, tables=tuple(tables)), groups, CacheStats())
+
+
+class _PlacedMember(Placed):
+    """Where a table of a pool is: where that is now, whatever has moved it."""
+
+    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
         self._whole = pool.placed
         self._of: Place | None = None
         self._now: Place | None = None
+        self._number = number
+        self._optimizer = optimizer
 
     @property
     def now(self) -> Place:  # type: ignore[override]
@@ -179,29 +241,6 @@ class _PlacedInPool(Placed):
         if self._of is not there or self._now is None:
             self._now, self._of = self._place(there), there
         return self._now
-
-    @abc.abstractmethod
-    def _place(self, there: Place) -> Place:
-        """The place of the tables, where all of the pool are `there`."""
-
-
-class _PlacedTogether(_PlacedInPool):
-    def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
-        super().__init__(pool)
-        self._numbers = numbers
-
-    def _place(self, there: Place) -> Place:
-        config = replace(there.config, tables=tuple(there.config.tables[number] for number in self._numbers))
-        place = Place(config, [there.groups[0].of_tables(self._numbers, config)], CacheStats())
-        there.other_faults.append(place.faults)
-        return place
-
-
-class _PlacedMember(_PlacedInPool):
-    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
-        super().__init__(pool)
-        self._number = number
-        self._optimizer = optimizer
 
     @property
     def optimizer(self) -> OptimizerConfig | None:
@@ -226,8 +265,8 @@ class _PlacedMember(_PlacedInPool):
         return counted
 
 
-def _rebuild_pool(config: TableSetConfig, batch: int, policy: str) -> Pool:
-    pool = Pool(config)
+def _rebuild_pool(config: TableSetConfig, batch: int, policy: str, related: Related | None = None) -> Pool:
+    pool = Pool(config, related=related)
     cold = pool.groups[0].cache.cold
     cold.metadata.batch, cold.metadata.policy = batch, policy
     pool.adopt()

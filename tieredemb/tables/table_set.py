@@ -168,6 +168,7 @@ class TableSet:
 
     step_time: StepTime | None = None
     division: Division | None = None  # of the capacity that its caches share, among themselves or with others
+    related: Any = None  # of a pool what it has in common with others (`Related`)
 
     @functools.cached_property
     def engines(self) -> weakref.WeakSet[Any]:
