@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate, chain, islice, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from tieredemb.errors import TieredEmbError
@@ -169,7 +169,7 @@ def _plan_joint(
         contexts.append(module.call_context)
     those = [(pool, tuple(numbers)) for pool, numbers in of_pool.items()]
     sizes = [len(numbers) for numbers in of_pool.values()]
-    shown, begins = form_key(inputs), accumulate(sizes[:-1], initial=0)
+    shown = form_key(inputs)
     try:
         context = known_context(those, first.options)
         form = None if context is None else context.form_of(shown)
@@ -183,7 +183,8 @@ def _plan_joint(
         device = those[0][0].placed.now.config.device
         call = _joint_call_type(device.type)(context, form, contexts)
         trains = unit[0].trains and any(lookup.module.is_trainable for lookup in unit)  # some may be frozen by now
-        may_exceed, of_pools = first.engine.may_exceed_bags, tuple(ages[begin] for begin in begins)
+        of_pools = tuple([ages[block.positions.start] for block in form.blocks])
+        may_exceed = first.engine.may_exceed_bags
 
         def plan() -> JointCall:
             call.plan(

@@ -53,12 +53,7 @@ def inside_backward() -> bool:
 Collected = list[tuple[Any, Any]]
 
 
-Ages = bool | tuple[bool, ...]
-
-
-def ages_in(ages: Ages, group: int) -> bool:
-    """That of one group."""
-    return ages if isinstance(ages, bool) else ages[group]
+Ages = bool | tuple[bool, ...]  # in all groups, or in each
 
 
 class StackRows(NamedTuple):

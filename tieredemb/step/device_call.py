@@ -16,11 +16,11 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
 from tieredemb.lookup.device_bags import Edges, find_device_bags, number_below, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Ages, Call, Collected, StackRows, ages_in
+from tieredemb.step.call import NUMBERS, Ages, Call, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.device_update import take_step, those_alike, update, update_jointly, update_together
-from tieredemb.step.joint_call import by_joint
+from tieredemb.step.joint_call import JointCall, by_joint
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
@@ -116,14 +116,14 @@ class DeviceCall(Call):
         try:
             for group in groups if ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
-            memory = self.memory
-            parts = zip(groups, memory.bags, memory.segments, memory.trained, blocks, strict=True)
-            for g, (group, bags, segments, trained, (its, _)) in enumerate(parts):
+            memory, of_groups = self.memory, [ages] * len(groups) if isinstance(ages, bool) else ages
+            parts = zip(groups, memory.bags, memory.segments, memory.trained, blocks, of_groups, strict=True)
+            for group, bags, segments, trained, (its, _), is_later in parts:
                 samples = bags.batch if self.memory.own_bag is None else self.rows
                 part = DeviceGroupCall(
                     group, bags, self.context.options, segments, trained, self.memory.own_bag, samples
                 )
-                part.plan(its, scored=scored, ages=ages_in(ages, g), given=given, ahead=ahead)
+                part.plan(its, scored=scored, ages=is_later, given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
             self.release()
@@ -356,9 +356,11 @@ class DeviceCall(Call):
     @staticmethod
     def apply(collected: Collected) -> None:
         joints, rest = by_joint(collected) if len(collected) > 1 else ([], [collected])
+        of_joint: dict[JointCall, list[Collected]] = {}
         for joint, its in joints:
-            if not update_jointly(joint, its):
-                rest += [[pair] for pair in its]
+            of_joint.setdefault(joint, []).append(its)
+        for joint, of_blocks in of_joint.items():
+            rest += update_jointly(joint, of_blocks)
         for alike in those_alike(rest):
             if len(alike) == 1:
                 update(alike[0])

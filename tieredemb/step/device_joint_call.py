@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -44,7 +44,7 @@ class DeviceJointCall(JointCall, DeviceCall):
     def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
         found = []
         for block in self.form.blocks:
-            bags = self.form.bags_of(block, edges.offsets)
+            bags: Any = block.bags if self.form.is_equal else cast("torch.Tensor", edges.offsets)[block.edges]
             its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact)
             found.append((ids[block.ids], its))
         return found

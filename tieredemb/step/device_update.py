@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.device_joint_call import DeviceJointCall
@@ -71,8 +73,8 @@ def update(collected: Collected) -> None:
             used.enter_context(group.cache.using(*its_tickets))
         overflow = [group.cache.overflow(each) for group, each in zip(groups, tickets, strict=True)]
 
-        def launch(grads: Sequence[torch.Tensor]) -> None:
-            faults = faults_of(calls)
+        def launch(of_block: Sequence[Sequence[torch.Tensor]]) -> None:
+            faults, (grads,) = faults_of(calls), of_block
             batches = [Combined([call.parts[g] for call in calls], grads) for g in range(len(groups))]
             todo = [(batch, batch.segments()) for batch in batches]
             with _half_done(group.cache for group in groups):
@@ -88,108 +90,139 @@ def update(collected: Collected) -> None:
                         group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
         recurs, kept = len(calls) == 1 and stays and _is_plain(calls[0].parts), [*options, *scaling.tensors()]
-        if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
-            launch(grads)
+        if not (recurs and updates_of(tables).run(calls, [grads], overflow, kept, launch)):
+            launch([grads])
 
 
-def update_jointly(joint: JointCall, collected: Collected) -> bool:
-    """One optimizer step for all forwards of a joint call, in the order of its tables, as for one batch over one table;
-    returns False where their optimizers have no numbers in common."""
-    contexts = [call.context for call, _ in collected]
-    optimizers = [context.check_trainable() for context in contexts]
-    is_one = take_one_step(optimizers)
-    if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
-        return False
-    tables, call, grads = contexts[0].tables.whole, cast("DeviceJointCall", joint), [grad for _, grad in collected]
-    block = collected[0][0].block
-    whole, parts = cast("DeviceGroup", tables.groups[0]), [call.parts[block]]
-    with tables.placed.now.rows.again(), on_device(tables.config.device):
-        whole.cache.rows_version += 1
-        call.follow(*grads)
+def update_jointly(joint: JointCall, of_blocks: Sequence[Collected]) -> list[Collected]:
+    """One optimizer step for all forwards of a joint call in some pools, in the order of the tables there, as for one
+    batch over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
+    common."""
+    call, updates, rest = cast("DeviceJointCall", joint), list[_Update](), list[Collected]()
+    for collected in of_blocks:
+        contexts = [call.context for call, _ in collected]
+        optimizers = [cast("RowOptimizer", context.updater.optimizer) for context in contexts]
+        is_one = take_one_step(optimizers)
+        if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
+            rest += [[pair] for pair in collected]
+            continue
+        block, grads, tables = collected[0][0].block, [grad for _, grad in collected], contexts[0].tables.whole
+        whole = cast("DeviceGroup", tables.groups[0])
         taken = whole.numbered(cast("Together", joint.context.tables).of_pools[block][1])
-        scaling, stays = scaling_of(optimizers[:1] if is_one else optimizers, tables, grads, None if is_one else taken)
+        with on_device(tables.config.device):
+            scaled = optimizers[:1] if is_one else optimizers
+            scaling, stays = scaling_of(scaled, tables, grads, None if is_one else taken)
+        part = call.parts[block]
 
-        def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
+        def combined(
+            grads: Sequence[torch.Tensor], part: DeviceGroupCall = part, whole: DeviceGroup = whole
+        ) -> tuple[Combined, torch.Tensor | None]:
             places = whole.lookup.addresses(grads) if _may_stay(grads) else None
             grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
-            return Combined(parts, [grad]), places
+            return Combined([part], [grad]), places
 
-        _note_steps(contexts, whole)
-        _update_shared(tables, [(call, block)], grads, optimizers[0], taken, scaling, combined, stays, is_joint=True)
-    return True
+        updates.append(_Update(whole, [call.memory.faults[block]], [part], grads, contexts, taken, scaling, combined))
+        updates[-1].stays = stays
+    if updates:
+        _update_shared(call.context.tables, [call], updates, is_joint=True)
+    return rest
 
 
 def update_together(sets: Sequence[Collected]) -> None:
     """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
     in the launches of one table."""
     contexts = [calls[0][0].context for calls in sets]
-    tables, optimizer = contexts[0].tables.whole, contexts[0].check_trainable()
+    tables = contexts[0].tables.whole
     whole = cast("DeviceGroup", tables.groups[0])
     collected = in_forward_order([pair for calls in sets for pair in calls])
     calls, grads = _device_calls(collected), [grad for _, grad in collected]
     parts = [call.parts[0] for call in calls]
-    with tables.placed.now.rows.again(), on_device(tables.config.device):
-        whole.cache.rows_version += 1
-        for call, grad in zip(calls, grads, strict=True):
-            call.follow(grad)
+    with on_device(tables.config.device):
         taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
         scaling, stays = _scaling(sets, grads, taken)
 
-        def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
-            return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
+    def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
+        return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
 
-        _note_steps(contexts, whole)
-        of_calls = [(call, 0) for call in calls]
-        _update_shared(tables, of_calls, grads, optimizer, taken, scaling, combined, stays, is_joint=False)
+    faults = [call.memory.faults[call.block] for call in calls]
+    update = _Update(whole, faults, parts, grads, contexts, taken, scaling, combined)
+    update.stays = stays
+    _update_shared(tables, calls, [update], is_joint=False)
 
 
-def _note_steps(contexts: Sequence[CallContext], whole: DeviceGroup) -> None:
-    """Tables that share a cache are about to take a step: of the first one that is noted where options are."""
-    if whole.pasts is not None:
-        for context in contexts[1:]:
-            cast("DeviceGroup", context.tables.groups[0]).note_step()
+@dataclass
+class _Update:
+    """The step of some tables that share the cache of a `whole`, those of numbers `taken`, int32 (K,). `faults`: of
+    their calls, and `parts`: what these have there · `grads`: of their outputs · `contexts`: of the tables ·
+    `combined`: the calls as one batch, given gradients, and where these lie, if they stay there · `stays`: whether all
+    else that is read does."""
+
+    whole: DeviceGroup
+    faults: Sequence[torch.Tensor]
+    parts: Sequence[DeviceGroupCall]
+    grads: Sequence[torch.Tensor]
+    contexts: Sequence[CallContext]
+    taken: torch.Tensor
+    scaling: Scaling
+    combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]]
+    stays: bool = False
+
+    def begin(self) -> torch.Tensor:
+        """What is known of the options. The caller holds the rows."""
+        self.whole.cache.rows_version += 1
+        options = self.contexts[0].check_trainable().options_on(self.whole)
+        if self.whole.pasts is not None:  # of the first table it was noted with these
+            for context in self.contexts[1:]:
+                cast("DeviceGroup", context.tables.groups[0]).note_step()
+        return options
+
+    @property
+    def tickets(self) -> list[DeviceTicket]:
+        """Of its calls."""
+        return [part.ticket for part in self.parts]
+
+    def launch(
+        self, options: torch.Tensor, overflow: OverflowRows, grads: Sequence[torch.Tensor], *, is_joint: bool
+    ) -> None:
+        """`is_joint`: whether features are those tables."""
+        whole, (batch, places) = self.whole, self.combined(grads)
+        segments, faults = batch.segments(), self.faults[0] if len(self.faults) == 1 else torch.cat([*self.faults])
+        with _half_done([whole.cache]):
+            rate, numbers = whole.lookup.begin(
+                options, whole.device_steps, faults, self.scaling, segments.work, whole.pasts, self.taken
+            )
+            whole.lookup.update(
+                whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
+                whole.pasts, whole.device_steps, tables=self.taken if is_joint else None, grads=places,
+            )  # fmt: skip
+            if whole.pasts is not None:
+                whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, self.taken)
 
 
 def _update_shared(
-    tables: TableSet,
-    blocks: Sequence[tuple[DeviceCall, int]],
-    grads: Sequence[torch.Tensor],
-    optimizer: RowOptimizer,
-    taken: torch.Tensor,
-    scaling: Scaling,
-    combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]],
-    stays: bool,
-    *,
-    is_joint: bool,
+    tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update], *, is_joint: bool
 ) -> None:
-    """The step of the `tables` of numbers `taken`, int32 (K,), which share a cache. `blocks`: the calls, and which of
-    their parts is there · `combined`: these as one batch, given gradients, and where these lie, if they stay there ·
-    `stays`: whether all else that is read does · `is_joint`: whether features are those tables. The caller holds the
-    rows."""
-    whole = cast("DeviceGroup", tables.groups[0])
-    calls, parts = [call for call, _ in blocks], [call.parts[block] for call, block in blocks]
-    options, tickets = optimizer.options_on(whole), [part.ticket for part in parts]
-    with whole.cache.using(*tickets):
-        overflow = whole.cache.overflow(tickets)
+    """Updates, of a pool each, as one: of all of `tables`, by gradients of the `calls`."""
+    with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
+        if is_joint:
+            calls[0].follow(*[grad for each in updates for grad in each.grads])
+        else:
+            for call, grad in zip(calls, updates[0].grads, strict=True):
+                call.follow(grad)
+        options = [each.begin() for each in updates]
+        for each in updates:
+            used.enter_context(each.whole.cache.using(*each.tickets))
+        overflow = [each.whole.cache.overflow(each.tickets) for each in updates]
 
-        def launch(grads: Sequence[torch.Tensor]) -> None:
-            faults = [call.memory.faults[block] for call, block in blocks]
-            batch, places = combined(grads)
-            segments = batch.segments()
-            with _half_done([whole.cache]):
-                rate, numbers = whole.lookup.begin(
-                    options, whole.device_steps, faults[0] if len(faults) == 1 else torch.cat(faults), scaling,
-                    segments.work, whole.pasts, taken,
-                )  # fmt: skip
-                whole.lookup.update(
-                    whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                    whole.pasts, whole.device_steps, tables=taken if is_joint else None, grads=places,
-                )  # fmt: skip
-                if whole.pasts is not None:
-                    whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+        def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
+            for each, its_options, away, its in zip(updates, options, overflow, grads, strict=True):
+                each.launch(its_options, away, its, is_joint=is_joint)
 
-        recurs, kept = stays and _is_plain(parts), [options, taken, *scaling.tensors()]
-        if not (recurs and updates_of(tables).run(calls, grads, [overflow], kept, launch)):
+        grads, kept = [each.grads for each in updates], [*options]
+        for each in updates:
+            kept += each.taken, *each.scaling.tensors()
+        recurs = all(each.stays and _is_plain(each.parts) for each in updates)
+        if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
             launch(grads)
 
 
@@ -264,7 +297,8 @@ def _device_calls(collected: Collected) -> list[DeviceCall]:
 
 def faults_of(calls: Sequence[Any]) -> torch.Tensor:
     """Where the device notes what is wrong with the ids of these `DeviceCall`s: int64 (3 K,), `Fault`s."""
-    return calls[0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call in calls])
+    found = [call.memory.faults[call.block] for call in calls]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Ages, Call, Collected, StackRows, ages_in
+from tieredemb.step.call import Ages, Call, Collected, StackRows
 from tieredemb.step.joint_call import JointCall, by_joint, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
@@ -339,11 +339,12 @@ class HostCall(Call):
         for group, its in zip(groups, blocks, strict=True):  # every id is checked before any group plans
             bags.append(make_bags(*its, group.space, batch.size, padding_is_dropped=dropped, places=places))
         self.ids = len(ids)
+        of_groups = [ages] * len(groups) if isinstance(ages, bool) else ages
         try:
             for g, (group, its_bags) in enumerate(zip(groups, bags, strict=True)):
                 assert isinstance(group, HostGroup)
                 client = self.planners[g] if self.planners else group.client
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages_in(ages, g), client=client)
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=of_groups[g], client=client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()

@@ -59,6 +59,7 @@ class JointForm:
     """What `batches` have alike that `may_join`, of which so many are of each pool as `sizes` says. `size`: their
     samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets ·
     `with_offsets`: which those are · `blocks`: of each pool · `where`: of each its block, and its place there ·
+    `is_equal`: whether the bags of each block are of one length, so that no edges are joined ·
     `layout`: tells forms of as many ids and samples apart · `parts`: the same as `join_edges` takes it."""
 
     def __init__(self, batches: Sequence[Batch], sizes: Sequence[int]) -> None:
@@ -94,10 +95,6 @@ class JointForm:
         for block in self.blocks:
             ends[block.positions[-1]] = block.starts[-1]
         return *starts, *given, *(max(0, each) for each in self.lengths), *(number for number, _ in self.where), *ends
-
-    def bags_of(self, block: Block, edges: Any) -> Any:
-        """Those of a pool, of `edges` that were joined."""
-        return block.bags if self.is_equal else edges[block.edges]
 
     def join(self, forwards: Sequence[Given], edges: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
         """What the forwards are given, as one batch, on the stream that is current. `edges`: makes those of all bags of

@@ -24,10 +24,10 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from sys import getrefcount
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -90,6 +90,17 @@ class Member:
         if found is None:
             raise StorageError("the tables of this gradient are gone, with the module that has had them")
         return found
+
+
+class _Taken(NamedTuple):
+    """What a step applies: of members whose gradients are known by row these, some at a time, the calls that they are
+    of, and whether they reach all rows · `calls` of others · those that take a step `alone`, without a gradient ·
+    `counted`: calls of each member, by its first table."""
+
+    by_row: list[tuple[Member, Iterator[list[TableRows]], Collected, bool]]
+    calls: Collected
+    alone: list[Member]
+    counted: Counter[int]
 
 
 class PendingGradients:
@@ -576,10 +587,27 @@ class PendingGradients:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def apply(self, numbers: set[int]) -> Counter[int]:
-        """Applies what is collected of these tables, all of some modules, as one update; of modules of which nothing
-        is, a step without a gradient. Returns how many calls it has applied of each module, by its first table.
-        Interrupted before that has begun, it is dropped."""
+    @staticmethod
+    def apply(those: Mapping[PendingGradients, set[int]]) -> dict[PendingGradients, Counter[int]]:
+        """Applies what is collected of some tables, all of some modules, as one update; of modules of which nothing is,
+        a step without a gradient. `those`: their numbers. Returns how many calls it has applied of each module, by its
+        first table. Interrupted before that has begun, it is dropped."""
+        taken = {pending: pending._taken_for(numbers) for pending, numbers in those.items()}
+        calls = Collected()
+        for its in taken.values():
+            for member, rounds, of_member, reaches_all in its.by_row:
+                member.owner.update_rows(rounds, [call for call, _ in of_member], reaches_all=reaches_all)
+            calls += its.calls
+        if calls:
+            pending, numbers = next(iter(those.items()))
+            pending._members[next(iter(numbers))].owner.update(in_forward_order(calls))
+        for its in taken.values():
+            for member in its.alone:
+                member.owner.step_alone()
+        return {pending: its.counted for pending, its in taken.items()}
+
+    def _taken_for(self, numbers: set[int]) -> _Taken:
+        """What a step of these tables is to apply, which waits here no longer."""
         if self._zeroed or self._read:
             self._fold()
         for number in numbers:
@@ -587,33 +615,30 @@ class PendingGradients:
                 getrefcount(self._gradients[number]) > _ALONE or getrefcount(self._gradients[number].known) > _ALONE
             ):
                 self._end(number)
-        by_row = list[Member]()
+        members, by_row = list[Member](), list[tuple[Member, Iterator[list[TableRows]], Collected, bool]]()
         if not self.whole.keys().isdisjoint(numbers) or not self._owned.keys().isdisjoint(numbers):
             its = self.whole.keys() | self._owned.keys()
-            by_row = [member for member in self._of(sorted(numbers)) if not its.isdisjoint(member.numbers)]
-        rounds = [(member, self._rounds(member), self._calls_of(member)) for member in by_row]
-        reached = numbers & self.whole.keys()
+            members = [member for member in self._of(sorted(numbers)) if not its.isdisjoint(member.numbers)]
+        for member in members:
+            reaches_all = not self.whole.keys().isdisjoint(member.numbers)
+            by_row.append((member, self._rounds(member), self._calls_of(member), reaches_all))
         self._note_applied(numbers)
-        taken = self._taken(numbers)
-        counted = Counter([call.context.tables.numbers[0] for call, _ in taken])
+        calls = self._taken(numbers)
+        counted = Counter([call.context.tables.numbers[0] for call, _ in calls])
         self._stale.difference_update(numbers)  # of a step without a gradient zeros are left, as in torch
-        for call, _ in taken:
+        for call, _ in calls:
             self._stale.update(call.context.tables.numbers)
-        for member in by_row:
-            if not reached.isdisjoint(member.numbers):
+        for member, _, _, reaches_all in by_row:
+            if reaches_all:
                 self._stale.update(member.numbers)
-        tables = {member.tables() for member in by_row}
-        for member, found, its_calls in rounds:
-            reaches_all = not reached.isdisjoint(member.numbers)
-            member.owner.update_rows(found, [call for call, _ in its_calls], reaches_all=reaches_all)
-        update = [pair for pair in taken if pair[0].context.tables not in tables] if tables else taken
-        if update:
-            self._members[update[0][0].context.tables.numbers[0]].owner.update(in_forward_order(update))
-        if len(counted) + len(by_row) < len(numbers):
-            for member in self._of(sorted(numbers)):
-                if member.numbers[0] not in counted and member not in by_row:
-                    member.owner.step_alone()
-        return counted
+        if members:
+            tables = {member.tables() for member in members}
+            calls = [pair for pair in calls if pair[0].context.tables not in tables]
+        alone = list[Member]()
+        if len(counted) + len(members) < len(numbers):
+            found = self._of(sorted(numbers))
+            alone = [each for each in found if each.numbers[0] not in counted and each not in members]
+        return _Taken(by_row, calls, alone, counted)
 
     def _note_applied(self, numbers: set[int]) -> None:
         if self._owned:

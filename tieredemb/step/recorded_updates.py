@@ -28,21 +28,25 @@ ALIGNMENT = 16  # bytes, that kernels read at once of a gradient where it lies
 
 
 class _Update:
-    """A recorded update. `plans`: of its forwards, which keep what it reads · `kept`: what else it reads · `grad`: the
-    gradients put together, where they are of several forwards."""
+    """A recorded update. `plans`: of its forwards, which keep what it reads · `kept`: what else it reads · `grads`: of
+    each block the gradients put together, where they are of several forwards."""
 
     def __init__(
-        self, plans: Sequence[Recorded], kept: Sequence[object], grad: torch.Tensor | None, graph: Recording
+        self,
+        plans: Sequence[Recorded],
+        kept: Sequence[object],
+        grads: Sequence[torch.Tensor | None],
+        graph: Recording,
     ) -> None:
         self.plans = plans
         self.kept = kept
-        self.grad = grad
+        self.grads = grads
         self.graph = graph
-        self.stream = current_stream().cuda_stream  # whose memory `grad` is of
+        self.stream = current_stream().cuda_stream  # whose memory `grads` are of
 
     def size_bytes(self) -> int:
         """Of what it keeps for itself."""
-        return 0 if self.grad is None else self.grad.nbytes
+        return sum(grad.nbytes for grad in self.grads if grad is not None)
 
 
 class RecordedUpdates:
@@ -61,23 +65,26 @@ class RecordedUpdates:
     def run(
         self,
         calls: Sequence[DeviceCall],
-        grads: Sequence[torch.Tensor],
+        grads: Sequence[Sequence[torch.Tensor]],
         overflow: Sequence[OverflowRows],
         kept: Sequence[torch.Tensor],
-        launch: Callable[[Sequence[torch.Tensor]], None],
+        launch: Callable[[Sequence[Sequence[torch.Tensor]]], None],
     ) -> bool:
-        """Updates by a replay of what `launch` launches for the gradients of `calls`, or those put together; returns
-        whether it did. `overflow`: where rows without a slot are, of each group · `kept`: tensors that it reads. The
-        caller holds the rows, and their device is the current one."""
+        """Updates by a replay of what `launch` launches for the gradients of `calls`, block by block, or those of each
+        block put together; returns whether it did. `overflow`: where rows without a slot are, of each group · `kept`:
+        tensors that it reads. The caller holds the rows, and their device is the current one."""
         plans = [call.recorded for call in calls]
         if any(plan is None for plan in plans) or torch.cuda.is_current_stream_capturing():
             return False
-        if (len(grads) == 1 and grads[0].data_ptr() % ALIGNMENT) or not all(grad.numel() for grad in grads):
+        single = [its[0] for its in grads if len(its) == 1]
+        if not all(grad.numel() for its in grads for grad in its) or any(
+            grad.data_ptr() % ALIGNMENT or not grad.is_contiguous() for grad in single
+        ):
             return False
         made = cast("list[Recorded]", plans)
         key: Key = (
             *[plan.number for plan in made],
-            *[grad.shape for grad in grads],
+            *[grad.shape for its in grads for grad in its],
             *[each.data_ptr() for each in kept],
             *[0 if away.records is None else away.records.data_ptr() for away in overflow],
             *[(away.weight, away.state) if away.slotless else None for away in overflow],
@@ -97,31 +104,32 @@ class RecordedUpdates:
             if len(self._updates) > MOST_UPDATES:
                 self._keys.put_off(self._updates.popitem(last=False)[0])
         self._updates.move_to_end(key)
-        if update.grad is None:
-            update.graph.replay([grads[0].data_ptr()])
-        else:
-            torch.cat(list(grads), out=update.grad)
-            update.graph.replay([])
-            if torch._C._cuda_getCurrentRawStream(update.grad.get_device()) != update.stream:
-                update.grad.record_stream(current_stream())
+        for its, buffer in zip(grads, update.grads, strict=True):
+            if buffer is not None:
+                torch.cat(list(its), out=buffer)
+        update.graph.replay([grad.data_ptr() for grad in single])
+        for buffer in update.grads:
+            if buffer is not None and torch._C._cuda_getCurrentRawStream(buffer.get_device()) != update.stream:
+                buffer.record_stream(current_stream())
         return True
 
     @staticmethod
     def _record(
         plans: Sequence[Recorded],
-        grads: Sequence[torch.Tensor],
+        grads: Sequence[Sequence[torch.Tensor]],
         kept: Sequence[torch.Tensor],
-        launch: Callable[[Sequence[torch.Tensor]], None],
+        launch: Callable[[Sequence[Sequence[torch.Tensor]]], None],
     ) -> _Update:
-        grad = None
-        if len(grads) > 1:
-            with no_inference():
-                shape = sum(len(each) for each in grads), grads[0].shape[1]
-                grad = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
-        graph = Recording(grads[0].device, plans[0].compute_pool)
-        with graph.recorded([grads[0]] if grad is None else []):
-            launch(grads if grad is None else [grad])
-        return _Update(plans, [*kept], grad, graph)
+        buffers: list[torch.Tensor | None] = []
+        with no_inference():
+            for its in grads:
+                shape = sum(len(each) for each in its), its[0].shape[1]
+                is_one = len(its) == 1
+                buffers.append(None if is_one else torch.empty(shape, dtype=its[0].dtype, device=its[0].device))
+        graph = Recording(grads[0][0].device, plans[0].compute_pool)
+        with graph.recorded([its[0] for its in grads if len(its) == 1]):
+            launch([its if buffer is None else [buffer] for its, buffer in zip(grads, buffers, strict=True)])
+        return _Update(plans, [*kept], buffers, graph)
 
 
 _UPDATES: weakref.WeakKeyDictionary[TableSet, RecordedUpdates] = weakref.WeakKeyDictionary()

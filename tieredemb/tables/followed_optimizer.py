@@ -86,9 +86,11 @@ class Pending(Protocol):
         """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of these tables cannot be
         applied. Returns whether any of it may be `spoilt`."""
 
-    def apply(self, numbers: set[int]) -> Mapping[int, int]:
-        """Applies that of these tables as one update; where nothing was collected, a step without a gradient. Returns
-        how many calls it has applied of each module, by its first table, 0 for others."""
+    @staticmethod
+    def apply(those: Any) -> Mapping[Any, Mapping[int, int]]:
+        """Applies that of some tables as one update, of their numbers by who has what was collected; where nothing was,
+        a step without a gradient. Returns how many calls it has applied of each module, by its first table, 0 for
+        others."""
 
 
 class FollowedOptimizer:
@@ -107,7 +109,8 @@ class FollowedOptimizer:
     def _connect(self) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
         self.is_there = False  # see `RowOptimizer`
-        self.cache_key: Hashable = id(self._tables.whole)  # see `Follower`
+        whole = self._tables.whole
+        self.cache_key: Hashable = id(whole if whole.related is None else whole.related)  # see `Follower`
         self.table_numbers = self._tables.numbers
         self.pending: Pending | None = None
         self.in_state_dict = True
@@ -640,20 +643,20 @@ class FollowedOptimizer:
         """See `Follower`."""
         assert self.pending is not None
         those = (self, *others)
-        numbers = set[int]()
+        due: dict[Any, set[int]] = {}
         try:
             for each in those:
-                numbers.update(each.table_numbers)
+                due.setdefault(each.pending, set()).update(each.table_numbers)
                 each.stepping = each._checked
                 if each._is_spoilt and each._checked is not None:  # whose gradients have factors of their own
                     each.stepping = Meaning(each._checked.config)
-            applied = self.pending.apply(numbers)
+            applied = self.pending.apply(due)
         finally:
             for each in those:
                 each.stepping = None
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
             for each in those:
-                count = applied[each.table_numbers[0]]
+                count = applied[each.pending][each.table_numbers[0]]
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
                 if each._entries is None:
                     each._note_state()

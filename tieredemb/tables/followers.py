@@ -35,7 +35,7 @@ class Follower(Protocol):
         """Those, of this kind, of whose tables a step of the optimizer is one, too. Raises what it would raise beside
         that, before anything changes."""
 
-    cache_key: Hashable  # equal of tables that share a cache, whose steps are one
+    cache_key: Hashable  # equal of tables that share a cache, or are looked up together: their steps are one
 
     def step(self, others: Sequence[Any]) -> None:
         """Takes a step, and those of `others`, which are due with it."""
@@ -228,7 +228,7 @@ class Followers:
         self._due = [weakref.ref(each) for each in due]
 
     def _after(self) -> None:
-        """After the optimizer's step: tables that share caches take theirs as one."""
+        """After the optimizer's step: tables that are looked up together take theirs as one."""
         self.begun, found, self._due = None, self._due, []
         due: dict[Hashable, list[Follower]] = {}
         for each in filter(None, [each() for each in found]):
