@@ -28,7 +28,7 @@ from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Call, OneForward
+from tieredemb.step.call import NUMBERS, Call, Shareable
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ReadyGradients(NamedTuple):
     is_settled: bool
 
 
-class ShardedCall(OneForward):
+class ShardedCall(Shareable):
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
     call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of

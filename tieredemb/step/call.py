@@ -119,8 +119,8 @@ class CallContext:
         return optimizer
 
 
-class OneForward:
-    """What was planned for one forward, or for several, of which each then has its share."""
+class Shareable:
+    """What was planned, of which each forward that it was planned for has its share: one alone has all of it."""
 
     def share(self, number: int, given: Given) -> Any:
         """The call of the forward of that number, which is `given` these inputs; None where these are known to be
@@ -136,7 +136,7 @@ class OneForward:
         raise NotImplementedError
 
 
-class Call(OneForward, abc.ABC):
+class Call(Shareable, abc.ABC):
     """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
     the forward comes and it is started. `batch`: B, its samples."""
 
@@ -256,7 +256,8 @@ class Calls(dict[int, Call]):
 class LookupFunction(torch.autograd.Function):
     """Autograd node of calls that are looked up as one, with an output of each: one call of Python for all of them,
     forward and backward. Tables are no inputs; `hook` (float32 (0,)) asks for the gradient in their place. `weights`:
-    of the samples, of one call alone · `calls`: those that have come, or will."""
+    of the samples, of one call alone · `calls`: by the numbers of their outputs; they may come while `outputs` makes
+    these, or later, but before a backward."""
 
     @staticmethod
     def forward(

@@ -359,9 +359,10 @@ class DeviceCall(Call):
         of_joint: dict[JointCall, list[Collected]] = {}
         for joint, its in joints:
             of_joint.setdefault(joint, []).append(its)
+        updates = those_alike(rest)  # which raises for what is too large, before anything changes
         for joint, of_blocks in of_joint.items():
-            rest += update_jointly(joint, of_blocks)
-        for alike in those_alike(rest):
+            updates += those_alike(update_jointly(joint, of_blocks))
+        for alike in updates:
             if len(alike) == 1:
                 update(alike[0])
             else:

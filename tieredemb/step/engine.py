@@ -99,14 +99,12 @@ class Engine:
         self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
-        """Where a torch optimizer is followed, gradients wait for its step, with those of other tables that share
-        caches with these."""
+        """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            others = (each._pending for each in list(self.tables.whole.engines) if each is not self)
-            pending = next((each for each in others if each is not None), None) or PendingGradients()
-            pending.join(self.tables, self.optimizer.table_parameters, _Rows(self), self._over_ranks)
-            self._pending = self.optimizer.pending = pending
+            self._pending = self.optimizer.pending = PendingGradients(
+                self.tables, self.optimizer.table_parameters, _Rows(self), self._over_ranks
+            )
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -146,7 +144,7 @@ class Engine:
     def check_no_gradient(self, call: str) -> None:
         """Raises `StorageError` where gradients of these tables, or of others that share their caches, wait for a step:
         their rows have to stay where they are."""
-        if any(each._pending is not None and each._pending.waits() for each in list(self.tables.whole.engines)):
+        if any(each._pending is not None and each._pending.waiting for each in list(self.tables.whole.engines)):
             raise StorageError(
                 f"cannot {call} while gradients wait for the optimizer's step(), as their rows must stay; call step() "
                 f"or zero_grad() before"
@@ -159,7 +157,7 @@ class Engine:
     def drop_gradient(self) -> None:
         """Drops what waits for a step."""
         if self._pending is not None:
-            self._pending.drop(self.tables.numbers)
+            self._pending.drop()
 
     def context(self, options: LookupOptions) -> CallContext:
         """What the calls of a module need, whose lookups treat rows as `options` say."""
@@ -487,8 +485,8 @@ def _apply(collected: Collected) -> None:
             waits.setdefault(engine._pending, []).append(pair)
         else:
             now.append(pair)
-    for pending, its in waits.items():
-        pending.add(its)
+    if waits:
+        PendingGradients.add_all(waits)
     if now:
         _update(now)
 

@@ -82,7 +82,7 @@ class HostJointCall(JointCall, HostCall):
     def blocks_of(self, ids: Array, edges: Any) -> list[tuple[Array, Array]]:
         found = []
         for block in self.form.blocks:
-            bags = block.bags if self.form.is_equal else edges[block.edges]
+            bags: Any = block.bags if self.form.is_equal else edges[block.edges]
             found.append((ids[block.ids], bags.edges() if isinstance(bags, EqualBags) else bags))
         return found
 

@@ -311,9 +311,9 @@ def take_one_step(optimizers: Sequence[RowOptimizer | None]) -> bool:
 
 
 def by_joint(collected: Collected) -> tuple[list[tuple[JointCall, Collected]], list[Collected]]:
-    """Of calls those that are all parts of a joint call in one pool, none of which was asked what does not concern all,
-    and of whose tables there are no others: with that, in the order of the tables. And the rest, those over each set of
-    tables by themselves."""
+    """Parts the calls of an update. First those that are all that a joint call has in one pool, in the order of the
+    tables there, with the joint call: where none has a part of its own, and no table has another call. Then the rest,
+    each set of tables by itself."""
     of: dict[tuple[Any, int], Collected] = {}
     for pair in collected:
         of.setdefault((pair[0].joint, pair[0].block), []).append(pair)
@@ -323,7 +323,8 @@ def by_joint(collected: Collected) -> tuple[list[tuple[JointCall, Collected]], l
     for (joint, block), its in of.items():
         if joint is None or len(its) < len(joint.form.blocks[block].positions):
             continue
-        if not {call for call, _ in its if call._parts or call.context.tables in twice}:
+        alone = [call for call, _ in its if call._parts or call.context.tables in twice]
+        if not alone:
             found[joint, block] = joint.in_order(its)
     rest: dict[Any, Collected] = {}
     for pair in collected if len(found) < len(of) else ():

@@ -154,9 +154,11 @@ class PlannedForwards:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
         with self._lock:
             for planned in self.waiting:
-                number = planned.numbers.get(id(tables))
-                seen = None if number is None else planned.seen[number]
-                if number is None or seen is None or not _is_same(given, seen):
+                number = planned.numbers.get(id(tables), -1)
+                if number < 0:
+                    continue
+                seen = planned.seen[number]
+                if seen is None or not _is_same(given, seen):
                     continue
                 planned.seen[number], future = None, planned.future
                 planned.left -= 1

@@ -50,8 +50,8 @@ class Source(Protocol):
     def zero(self, table: int) -> None:
         """Makes it zeros."""
 
-    def norm(self, table: int, norm_type: float) -> torch.Tensor:
-        """That of one, float32 ()."""
+    def norms(self, norm_type: float) -> torch.Tensor:
+        """The norms of all, float32 (T,)."""
 
 
 class Known:
@@ -167,7 +167,7 @@ class Known:
         if order == 2.0:
             return self.values[0].abs()
         if self.own is None and order > 0:
-            return self.source.norm(self.table, order).clone()
+            return self.source.norms(order)[self.table].clone()
         return norm_by_row(self.rows(), order)
 
 

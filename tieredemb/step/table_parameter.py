@@ -32,7 +32,7 @@ Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class Gradients(Protocol):
-    """Those of tables that share caches, by number. `has_hooks`: whether any table may have hooks of its gradient."""
+    """Those of tables, by number. `has_hooks`: whether any table may have hooks of its gradient."""
 
     has_hooks: bool
 
@@ -52,9 +52,7 @@ class Steps(Protocol):
 
 
 class Followed(Module, Protocol):
-    """The tables of parameters. `table_numbers`: theirs among those that share caches."""
-
-    table_numbers: Sequence[int]
+    """The tables of parameters."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -154,13 +152,13 @@ class TableParameter(TableTensor):
         step = None if followers is None else followers.begun
         if step is not None and step[1] == get_ident() and not torch.is_grad_enabled() and step[0]() is not None:
             return None  # so that the optimizer leaves the table to us
-        return followed.pending.read(followed.table_numbers[self.table])
+        return followed.pending.read(self.table)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         followed = None if self._followed is None else self._followed()
         if followed is not None and followed.pending is not None:
-            followed.pending.write(followed.table_numbers[self.table], value)
+            followed.pending.write(self.table, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -278,7 +276,7 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
             if followed.optimizer is None and is_known(type(optimizer)):
                 followed.follow_found(optimizer)
                 continue
-            if followed.pending.read(followed.table_numbers[each.table]) is None:
+            if followed.pending.read(each.table) is None:
                 continue
             theirs = followed.optimizer
             other = "no optimizer" if theirs is None else f"another one, a {type(theirs).__name__}"

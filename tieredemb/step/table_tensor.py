@@ -133,11 +133,11 @@ class TableTensor(torch.Tensor):
     def span(self) -> Span | None:
         """Its rows, where it has all of their elements, in their order, and a gradient can come back to them; else
         None."""
-        pending, numbers = (getattr(self.module, name, None) for name in ("pending", "table_numbers"))
-        if pending is None or numbers is None or not self.is_whole or not self.wants_gradient:
+        pending = getattr(self.module, "pending", None)
+        if pending is None or not self.is_whole or not self.wants_gradient:
             return None
         self.check_held()
-        return Span(pending.owner_of(numbers[self.table]), self.table, *self.rows, self.device)
+        return Span(pending.owner, self.table, *self.rows, self.device)
 
     @property
     def is_whole(self) -> bool:

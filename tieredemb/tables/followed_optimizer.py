@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -55,42 +55,39 @@ class Parameter(Protocol):
 
 
 class Pending(Protocol):
-    """What was collected since the last step for tables that share caches, by their numbers there. `has_hooks`: whether
-    any may have hooks of its gradient · `there`: those that have a gradient, as parameters have one from a backward
-    until it is set to None · `whole`: what gradients reach all rows of tables."""
+    """What was collected for one set of tables since the last step. `has_hooks`: whether any may have hooks of its
+    gradient · `is_there`: whether the tables have a gradient, as parameters have one from a backward until it is set to
+    None · `applied_calls`: how many calls the last step has applied, and `applied`: what was spoilt of these · `whole`:
+    what gradients reach all rows of tables, by number."""
 
     has_hooks: bool
-    there: set[int]
+    is_there: bool
+    applied_calls: int
+    applied: torch.Tensor | None
     whole: dict[int, Any]
 
-    def read(self, number: int) -> torch.Tensor | None:
+    def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter, or None where it has no gradient."""
 
-    def write(self, number: int, value: torch.Tensor | None) -> None:
+    def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces that; None drops the table's gradient."""
 
-    def move(self, numbers: Sequence[int]) -> None:
-        """Follows tables to another device."""
+    def move(self) -> None:
+        """Follows the tables to another device."""
 
-    def waits(self, numbers: Sequence[int] | None = None) -> bool:
-        """Whether anything was, of these tables or of any."""
-
-    def applied(self, numbers: Sequence[int]) -> torch.Tensor | None:
-        """What was `spoilt` of what is applied."""
-
-    def spoilt(self, numbers: Sequence[int]) -> torch.Tensor | None:
-        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or None.
-        `numbers`: the tables of one module."""
-
-    def check(self, numbers: set[int]) -> bool:
-        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of these tables cannot be
-        applied. Returns whether any of it may be `spoilt`."""
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was."""
 
     @staticmethod
-    def apply(those: Any) -> Mapping[Any, Mapping[int, int]]:
-        """Applies that of some tables as one update, of their numbers by who has what was collected; where nothing was,
-        a step without a gradient. Returns how many calls it has applied of each module, by its first table, 0 for
-        others."""
+    def check(those: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of some sets cannot be
+        applied. Returns what is spoilt of each: float32 (T,), NaN for a table whose gradient others have multiplied by
+        what is not finite, else 0; or None."""
+
+    @staticmethod
+    def apply(those: Sequence[Any]) -> None:
+        """Applies that of some sets as one update; where nothing was collected, a step without a gradient."""
 
 
 class FollowedOptimizer:
@@ -111,7 +108,6 @@ class FollowedOptimizer:
         self.is_there = False  # see `RowOptimizer`
         whole = self._tables.whole
         self.cache_key: Hashable = id(whole if whole.related is None else whole.related)  # see `Follower`
-        self.table_numbers = self._tables.numbers
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
@@ -217,7 +213,7 @@ class FollowedOptimizer:
         """Raises where its optimizer cannot be left for another, of the rows of `config`."""
         assert self.config is not None
         old = type(self.optimizer).__name__
-        if self.pending is not None and self.pending.waits(self.table_numbers):
+        if self.pending is not None and self.pending.waiting:
             raise StorageError(
                 f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
                 f"another optimizer"
@@ -516,7 +512,7 @@ class FollowedOptimizer:
 
     def spoilt(self) -> torch.Tensor | None:
         """See `RowOptimizer.spoilt`."""
-        applied = None if self.pending is None else self.pending.applied(self.table_numbers)
+        applied = None if self.pending is None else self.pending.applied
         if applied is None or self.optimizer is None or kind_of(type(self.optimizer)).takes_sparse:
             return None
         return applied
@@ -573,7 +569,7 @@ class FollowedOptimizer:
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = device.type == "cpu"
         if self.pending is not None:
-            self.pending.move(self.table_numbers)
+            self.pending.move()
         for parameter in self.table_parameters:
             parameter.move(device)
 
@@ -587,28 +583,25 @@ class FollowedOptimizer:
     def check_steps(those: Sequence[FollowedOptimizer]) -> list[FollowedOptimizer]:
         """See `Follower`: those whose tables have a gradient, unless a GradScaler has told a fused optimizer to skip
         the step, which a GPU finds out by itself."""
-        due, numbers = [], dict[Any, set[int]]()
+        due = list[FollowedOptimizer]()
         for each in those:
             if each._entries and not each._entries <= each.optimizer.state.keys():  # type: ignore[union-attr]
                 each._follow_state()
-            pending = each.pending
-            if pending is not None and not pending.there.isdisjoint(each.table_numbers):
+            if each.pending is not None and each.pending.is_there:
                 due.append(each)
-                numbers.setdefault(pending, set()).update(each.table_numbers)
-        may_be_spoilt = False
-        for pending, its in numbers.items():
-            may_be_spoilt |= pending.check(its)
-            if not its.isdisjoint(pending.whole):
-                due[0]._check_takes_whole()
-        skips = getattr(due[0].optimizer, "found_inf", None) if due else None
-        if skips is not None and any(each._is_on_cpu for each in due) and bool(skips):
-            due = [each for each in due if not each._is_on_cpu]
+        if not due:
+            return due
+        spoilt = cast("Pending", due[0].pending).check([each.pending for each in due])
         for each in due:
-            spoilt = each.pending.spoilt(each.table_numbers) if may_be_spoilt and each.pending else None
-            each._is_spoilt = spoilt is not None
-            if spoilt is not None and each._is_on_cpu:
-                each._check_spoilt(spoilt)
-        return due
+            if each.pending is not None and each.pending.whole:
+                each._check_takes_whole()
+        skips = getattr(due[0].optimizer, "found_inf", None)
+        skipped = skips is not None and any(each._is_on_cpu for each in due) and bool(skips)
+        for each, its in zip(due, spoilt, strict=True):
+            each._is_spoilt = its is not None
+            if its is not None and each._is_on_cpu and not skipped:
+                each._check_spoilt(its)
+        return [each for each in due if not each._is_on_cpu] if skipped else due
 
     def _check_takes_whole(self) -> None:
         if self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
@@ -643,20 +636,18 @@ class FollowedOptimizer:
         """See `Follower`."""
         assert self.pending is not None
         those = (self, *others)
-        due: dict[Any, set[int]] = {}
         try:
             for each in those:
-                due.setdefault(each.pending, set()).update(each.table_numbers)
                 each.stepping = each._checked
                 if each._is_spoilt and each._checked is not None:  # whose gradients have factors of their own
                     each.stepping = Meaning(each._checked.config)
-            applied = self.pending.apply(due)
+            self.pending.apply([each.pending for each in those])
         finally:
             for each in those:
                 each.stepping = None
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
             for each in those:
-                count = applied[each.pending][each.table_numbers[0]]
+                count = 0 if each.pending is None else each.pending.applied_calls
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
                 if each._entries is None:
                     each._note_state()

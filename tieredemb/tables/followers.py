@@ -224,7 +224,9 @@ class Followers:
         of_kind: dict[type[Follower], list[Follower]] = {}
         for each in self.listed():
             of_kind.setdefault(type(each), []).append(each)
-        due = [each for kind, its in of_kind.items() for each in kind.check_steps(its)]
+        due: list[Follower] = []
+        for kind, its in of_kind.items():  # warnings name who has called step(), by their distance from there
+            due += kind.check_steps(its)
         self._due = [weakref.ref(each) for each in due]
 
     def _after(self) -> None:

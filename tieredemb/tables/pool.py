@@ -109,7 +109,7 @@ class Member(TableSet):
 
     def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
         self.pool = pool
-        self.number, self.numbers = number, (number,)
+        self.number = number
         self.placed = self._placed = _PlacedMember(pool, number, optimizer)
         self.columns = np.array([0, self.config.tables[0].embedding_dim], np.int64)
         self._replaced = 0

@@ -162,7 +162,6 @@ class TableSet:
 
     `weights`: of the tables by their numbers, (rows, D) each, which are written unless the storage has rows already and
     keeps them; what `rows` opens is filled by the caller · `placed`: where they are `now`, for who asks in each step ·
-    `numbers`: theirs among all that share caches with them ·
     `step_time`: where others are looked up in the same steps, when these begin.
     """
 
@@ -192,7 +191,6 @@ class TableSet:
         is_wide = config.pooled and not config.apart
         self.columns = (starts if is_wide else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
-        self.numbers: Sequence[int] = range(len(config.tables))
         self._replaced = 0  # how often rows were
         self._finalizer = when_collected(self, self.placed.close)
         members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
