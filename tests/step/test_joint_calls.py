@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.pipeline.planned_calls import plan_calls
 from tieredemb.step import device_call, host_call, joint_call
 from tieredemb.step.joint_call import JointCall
 
@@ -333,30 +335,97 @@ USES = {
 class TwoWidths(nn.Module):
     """Tables of two widths, each of which has a cache of its own."""
 
-    def __init__(self):
+    def __init__(self, kind="equal"):
         super().__init__()
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, (8, 4)[number % 2], mode="sum") for number, rows in enumerate(ROWS)
+            nn.EmbeddingBag(rows, (8, 4)[number % 2], mode="sum", padding_idx=1 if kind == "padding" else None)
+            for number, rows in enumerate(ROWS)
         )
 
     def forward(self, batch):
         return [table(*inputs) for table, inputs in zip(self.tables, batch, strict=True)]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.AdamW])
-def test_tables_of_several_widths_are_planned_as_one_and_updated_by_width(joined, optimizer):
-    def run(batches):
-        torch.manual_seed(0)
-        model = TwoWidths()
-        trained = optimizer(model.parameters(), lr=0.1)
-        te.replace_embedding_bags(model, capacity=0.5, optimizer=trained)
-        return train(model, trained, batches)
+OF_TWO_WIDTHS = ((0, 1), (0, 1))  # two tables of each
+OPTIMIZERS = {
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, capturable=True),
+    "Adagrad in backward": lambda _: te.Adagrad(lr=0.1),
+}
 
-    apart = run(lambda _: given("equal"))
+
+def of_two_widths(kind, optimizer, capacity=0.5):
+    torch.manual_seed(0)
+    model = TwoWidths(kind)
+    trained = OPTIMIZERS[optimizer](list(model.parameters()))
+    te.replace_embedding_bags(model, capacity=capacity, optimizer=trained)
+    return model, trained
+
+
+@parametrize_pairs(
+    optimizer=[*OPTIMIZERS],
+    kind=["equal", "lengths", "offsets", "mixed", "int32", "padding"],
+    capacity=CAPACITIES,
+)
+def test_tables_of_several_widths_are_planned_as_one_and_updated_by_width(joined, optimizer, kind, capacity):
+    apart = train(*of_two_widths(kind, optimizer, capacity), lambda _: given(kind))
     assert not joined["plans"]
-    assert_same_bits(run(ahead("equal")), apart)
-    assert joined["plans"] == [((0, 1), (0, 1))] * (STEPS - 1)
+    assert_same_bits(train(*of_two_widths(kind, optimizer, capacity), ahead(kind)), apart)
+    assert joined["plans"] == [OF_TWO_WIDTHS] * (STEPS - 1)
     assert joined["updates"] == 2 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_captured_steps_of_several_widths(joined_on_gpu, optimizer, fetched):
+    apart = train(*of_two_widths("equal", optimizer), lambda _: given("equal", 2 * STEPS))
+    many = ahead("equal", 1, 2 * STEPS) if fetched else lambda _: given("equal", 2 * STEPS)
+    assert_same_bits(train(*of_two_widths("equal", optimizer), many, seen=te.graph_step), apart)
+    assert set(joined_on_gpu["plans"]) == {OF_TWO_WIDTHS}
+    assert joined_on_gpu["updates"] > 0
+
+
+def test_recorded_steps_of_several_widths(joined_on_gpu):
+    """Calls of the model are planned as one from the third one on, and recorded when they come again."""
+    batches = given("offsets", 1) * 4 * STEPS
+    apart = train(*of_two_widths("offsets", "Adagrad"), lambda _: batches)
+    assert not joined_on_gpu["plans"]
+    model, optimizer = of_two_widths("offsets", "Adagrad")
+    plan_calls(model)
+    assert_same_bits(train(model, optimizer, lambda _: batches), apart)
+    assert joined_on_gpu["plans"] == [OF_TWO_WIDTHS] * (4 * STEPS - 2)
+
+
+def test_ids_of_one_width_that_are_wrong_are_those_of_its_table(joined):
+    model, optimizer = of_two_widths("equal", "Adagrad")
+    train(model, optimizer, ahead("equal"))
+    batches = given("equal")
+    batches[5] = (*batches[5][:1], (torch.full_like(batches[5][1][0], ROWS[1]),), *batches[5][2:])
+    with pytest.raises(IdOutOfRangeError, match=r"table 'tables\.1'"):
+        train(model, optimizer, lambda model: te.prefetch(batches, model))
+    optimizer.zero_grad()
+    made = len(joined["plans"])
+    train(model, optimizer, ahead("equal"))
+    assert len(joined["plans"]) > made
+
+
+def test_a_copy_of_several_widths_is_planned_as_one_too(joined):
+    model, optimizer = of_two_widths("equal", "Adagrad in backward")
+    train(model, optimizer, ahead("equal"))
+    copied, made = copy.deepcopy(model), len(joined["plans"])
+    assert_same_bits(train(copied, optimizer, ahead("equal")), train(model, optimizer, ahead("equal")))
+    assert set(joined["plans"][made:]) == {OF_TWO_WIDTHS}
+
+
+def test_a_width_that_is_gone_frees_its_cache(joined):
+    model, optimizer = of_two_widths("equal", "Adagrad in backward")
+    train(model, optimizer, ahead("equal"))
+    cache = weakref.ref(model.tables[1].tables.groups[0].cache)
+    model.tables = nn.ModuleList([model.tables[0], model.tables[2]])
+    gc.collect()
+    assert cache() is None
+    train(model, optimizer, lambda model: te.prefetch([(each[0], each[2]) for each in given("equal")], model))
+    assert joined["plans"][-1] == (0, 1)
 
 
 @pytest.mark.parametrize("name", USES)

@@ -89,7 +89,10 @@ def joint_context(tables: Tables, options: LookupOptions) -> JointContext | None
     found, contexts = known_context(tables, options), tables[0][0].related.contexts
     if found is None and len(contexts) < MOST_TOGETHER:
         found = JointContext(Together(tables), options, _Nobody(), BackwardPass(), _never)
-        contexts[(*[(pool.order, numbers) for pool, numbers in tables], options)] = found
+        key = *[(pool.order, numbers) for pool, numbers in tables], options
+        contexts[key] = found
+        for pool, _ in tables:  # with any of these it goes, and lets the caches of that go
+            weakref.finalize(pool, contexts.pop, key, None).atexit = False
     return found
 
 
