@@ -417,6 +417,61 @@ def test_a_copy_of_several_widths_is_planned_as_one_too(joined):
     assert set(joined["plans"][made:]) == {OF_TWO_WIDTHS}
 
 
+def test_copies_of_several_widths_leave_nothing_behind(joined):
+    model, optimizer = of_two_widths("equal", "Adagrad in backward")
+    train(model, optimizer, ahead("equal"))
+    caches = []
+    for _ in range(3):
+        copied = copy.deepcopy(model)
+        train(copied, optimizer, ahead("equal", 1, 3))
+        caches.append(weakref.ref(copied.tables[0].tables.groups[0].cache))
+        del copied
+    gc.collect()
+    assert [cache() for cache in caches] == [None] * 3
+
+
+class OneTwice(TwoWidths):
+    """Looks up twice in a table of the second width, by ids that are not those that were planned."""
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        outputs[1] = outputs[1] * self.tables[1]((batch[1][0] + 1) % ROWS[1])
+        return outputs
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_table_of_the_second_width_is_updated_once_where_it_is_looked_up_twice(joined, optimizer):
+    def run(batches, *, many):
+        torch.manual_seed(0)
+        model = OneTwice()
+        trained = OPTIMIZERS[optimizer](list(model.parameters()))
+        te.replace_embedding_bags(model, capacity=0.5, optimizer=trained)
+        if many:
+            plan_calls(model)
+        return [*train(model, trained, batches), *[torch.tensor(table.stats().batches) for table in model.tables]]
+
+    apart = run(lambda _: given("equal"), many=False)
+    assert not joined["plans"]
+    assert_same_bits(run(lambda _: given("equal"), many=True), apart)
+    assert set(joined["plans"]) == {OF_TWO_WIDTHS}
+
+
+def test_widths_of_other_batches_are_planned_each_as_one(joined):
+    """Where the samples of one width are others than those of the other, as with sequences beside single ids."""
+
+    def batches(_):
+        found = []
+        for each in given("equal"):
+            found.append([(ids[:3] if number % 2 else ids,) for number, (ids,) in enumerate(each)])
+        return found
+
+    apart = train(*of_two_widths("equal", "Adagrad"), batches)
+    model, optimizer = of_two_widths("equal", "Adagrad")
+    plan_calls(model)
+    assert_same_bits(train(model, optimizer, batches), apart)
+    assert joined["plans"] == [(0, 1)] * 2 * (STEPS - 3)  # the first try of both has failed
+
+
 def test_a_width_that_is_gone_frees_its_cache(joined):
     model, optimizer = of_two_widths("equal", "Adagrad in backward")
     train(model, optimizer, ahead("equal"))

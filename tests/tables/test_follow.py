@@ -1758,3 +1758,21 @@ def test_a_rate_that_was_another_for_a_while_is_that_of_the_step(tmp_path, devic
     bag.save_checkpoint(tmp_path / "c")
     group["lr"] = rate
     assert step() == pytest.approx([0.5] * 4)
+
+
+@pytest.mark.parametrize("told", ["no zero_grad", "was emptied"])
+def test_warnings_of_a_step_name_who_called_it(told):
+    model = nn.ModuleList(nn.EmbeddingBag(10, 4, mode="sum") for _ in range(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    te.replace_embedding_bags(model, capacity=8, optimizer=optimizer)
+    for _ in range(2):
+        sum(bag(torch.tensor([[1, 2]])).sum() for bag in model).backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step()
+        if told == "was emptied":
+            optimizer.zero_grad()
+            optimizer.state.clear()
+    names = [each.filename for each in found if told in str(each.message)]
+    assert names
+    assert set(names) == {__file__}

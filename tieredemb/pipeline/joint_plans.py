@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice, repeat
+from itertools import accumulate, chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from tieredemb.errors import TieredEmbError
@@ -20,7 +20,7 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.group import DeviceGroup
-from tieredemb.tables.pool import Member, Pool
+from tieredemb.tables.pool import Member, Pool, Related
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,14 +42,18 @@ class Units:
     def __init__(self) -> None:
         self._of: list[tuple[LookupModule, bool]] = []
         self._where: list[tuple[Placed, weakref.ref[Place]]] = []  # the tables were then
+        self._fitting: list[Related] = []  # whose tables were planned as one across pools
         self._positions: list[list[int]] = []
 
     def of(self, lookups: Sequence[LookupSpec]) -> list[Unit]:
         """The units of one batch, in the order of their first forwards; in each that of the tables."""
         now = [(module, trains) for module, _, trains in lookups]
-        if now != self._of or any(placed.now is not there() for placed, there in self._where):
-            of_tables = dict.fromkeys(module.tables.whole.placed for module, _ in now)
-            self._where = [(placed, weakref.ref(placed.now)) for placed in of_tables]
+        is_other = now != self._of or False in [related.fits for related in self._fitting]
+        if is_other or any(placed.now is not there() for placed, there in self._where):
+            wholes = dict.fromkeys(module.tables.whole for module, _ in now)
+            self._where = [(whole.placed, weakref.ref(whole.placed.now)) for whole in wholes]
+            those = {whole.related for whole in wholes if whole.related is not None}
+            self._fitting = [related for related in those if related.fits]
             self._positions = _units([(module, trains and module.is_trainable) for module, trains in now])
             self._of = now
         return [[lookups[position] for position in positions] for positions in self._positions]
@@ -88,9 +92,9 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
         return None
     if module.options.max_norm is not None:
         return None
-    config = tables.config
+    config, related = tables.config, tables.pool.related
     kind = config.device, config.dtype, config.output_dtype, config.check_ids, group.is_dense
-    return id(tables.pool.related), kind, module.options, trains
+    return id(related), kind, -1 if related.fits else tables.pool.order, module.options, trains
 
 
 def plan_units(
@@ -177,6 +181,10 @@ def _plan_joint(
             batches = [cast("TieredModule", module).batch_of(given) for module, given, _ in unit]
             context = joint_context(those, first.options) if may_join(batches) else None
             if context is None:
+                if len(sizes) > 1 and not may_join(batches):
+                    ends = [*accumulate(sizes)]
+                    within = [batches[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+                    first.tables.whole.related.fits = not any(len(its) > 1 and may_join(its) for its in within)
                 return False
             form = JointForm(batches, sizes)
             context.keep_form(shown, form)

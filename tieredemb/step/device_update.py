@@ -35,13 +35,15 @@ if TYPE_CHECKING:
 def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
     their optimizers' numbers."""
-    if len(sets) < 2 or _is_large(sets):
-        return [[calls] for calls in sets]
-    found: dict[Hashable, list[Collected]] = {}
+    of_whole: dict[TableSet, list[Collected]] = {}
     for calls in sets:
-        context = calls[0][0].context
-        key = (id(context.tables.whole), context.check_trainable().alike())
-        found.setdefault(key, []).append(calls)
+        of_whole.setdefault(calls[0][0].context.tables.whole, []).append(calls)
+    found: dict[Hashable, list[Collected]] = {}
+    for whole, its in of_whole.items():
+        is_apart = len(its) < 2 or _is_large(its)
+        for number, calls in enumerate(its):
+            key = number if is_apart else calls[0][0].context.check_trainable().alike()
+            found.setdefault((whole, is_apart, key), []).append(calls)
     return list(found.values())
 
 

@@ -92,7 +92,7 @@ class Engine:
             related.planned = self.planned
         others.add(self)
         self.ids_may_exceed_bags: set[int] = set()
-        self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
+        self._backward_pass = _PASSES.setdefault(related or self.tables.whole, BackwardPass())
         self._accumulates: weakref.ref[_Accumulated] | None = None
         if self._over_ranks is None and len(self.tables.groups) > 1:
             share_capacity([self.tables])
@@ -463,17 +463,17 @@ class _Rows:
             device_row_update.update_rows(tables, optimizer, rounds, faults)
 
 
-# of tables that share caches, whoever looks up in them: what one backward reaches is one update
-_PASSES: weakref.WeakKeyDictionary[TableSet, BackwardPass] = weakref.WeakKeyDictionary()
+# of tables that share caches, or of related pools, whoever looks up in them: what one backward reaches is one update
+_PASSES: weakref.WeakKeyDictionary[Any, BackwardPass] = weakref.WeakKeyDictionary()
 
 
 @ranged("update")
 def _apply(collected: Collected) -> None:
     """Applies the calls of one backward pass in forward order, those of all engines as one update, but for those that
     are kept for the end of `accumulate()`, or for the step of the optimizer that is followed."""
-    time = collected[0][0].context.tables.step_time
-    if time is not None:
-        time.backward()
+    for time in {call.context.tables.step_time for call, _ in collected}:
+        if time is not None:
+            time.backward()
     now: Collected = []
     waits: dict[PendingGradients, Collected] = {}
     for pair in collected:
@@ -495,7 +495,11 @@ def _update(collected: Collected) -> None:
     try:
         if LAGGING:
             catch_up_lagging(*[call.context.tables for call, _ in collected])
-        type(collected[0][0]).apply(collected)
+        of_kind: dict[Callable[[Collected], None], Collected] = {}
+        for pair in collected:  # tables of one conversion may be on several devices
+            of_kind.setdefault(pair[0].apply, []).append(pair)
+        for apply, its in of_kind.items():
+            apply(its)
     finally:
         release_all([call for call, _ in collected])
 

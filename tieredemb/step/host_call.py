@@ -327,7 +327,7 @@ class HostCall(Call):
     ) -> None:
         ids, options, groups = batch.ids.numpy(), self.context.options, self.context.tables.placed.now.groups
         offsets: Any = batch.offsets if isinstance(batch.offsets, EqualBags) else batch.offsets.numpy()
-        if self.planners:  # which has checked them
+        if self.planners:  # where edges were checked as they were joined
             blocks = self.blocks_of(ids, offsets)
         else:
             if isinstance(offsets, EqualBags):

@@ -1,7 +1,8 @@
-"""Forwards of tables that share a cache, known before they come: planned as one and looked up as one, of which each
-forward has its part. Where an update is of all of them, it is that of one batch, too.
+"""Forwards of tables of related pools, known before they come: planned as one and looked up as one, of which each
+forward has its part. Where an update is of all tables of a pool, it is that of one batch, too.
 
-Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before.
+Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before it
+in its pool.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tieredemb.tables.row_optimizer import RowOptimizer
     from tieredemb.tables.table_set import TableSet
 
-MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
+MOST_TOGETHER = 16  # choices of tables of related pools that are looked up as one: for each a GPU keeps some arrays
 
 
 LAGGING: set[weakref.ref[JointCall]] = set()  # those with rows that are yet to be brought forward
@@ -57,7 +58,7 @@ def _never(_: object) -> None:
 
 
 class JointContext(CallContext):
-    """What joint calls over some tables of a pool need."""
+    """What joint calls over some tables of related pools need."""
 
     @functools.cached_property
     def forms(self) -> JointForms:
@@ -76,10 +77,14 @@ class JointContext(CallContext):
 Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
 
 
+def key_of(tables: Tables, options: LookupOptions) -> tuple[object, ...]:
+    """What tells lookups in these tables from others in related pools."""
+    return *[(pool.order, numbers) for pool, numbers in tables], options
+
+
 def known_context(tables: Tables, options: LookupOptions) -> JointContext | None:
     """What joint calls over these tables have needed before, if there were any."""
-    key = *[(pool.order, numbers) for pool, numbers in tables], options
-    found: JointContext | None = tables[0][0].related.contexts.get(key)
+    found: JointContext | None = tables[0][0].related.contexts.get(key_of(tables, options))
     return found
 
 
@@ -89,7 +94,7 @@ def joint_context(tables: Tables, options: LookupOptions) -> JointContext | None
     found, contexts = known_context(tables, options), tables[0][0].related.contexts
     if found is None and len(contexts) < MOST_TOGETHER:
         found = JointContext(Together(tables), options, _Nobody(), BackwardPass(), _never)
-        key = *[(pool.order, numbers) for pool, numbers in tables], options
+        key = key_of(tables, options)
         contexts[key] = found
         for pool, _ in tables:  # with any of these it goes, and lets the caches of that go
             weakref.finalize(pool, contexts.pop, key, None).atexit = False

@@ -106,8 +106,7 @@ class FollowedOptimizer:
     def _connect(self) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
         self.is_there = False  # see `RowOptimizer`
-        whole = self._tables.whole
-        self.cache_key: Hashable = id(whole if whole.related is None else whole.related)  # see `Follower`
+        self.cache_key = self._cache_key()  # see `Follower`
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
@@ -122,6 +121,10 @@ class FollowedOptimizer:
         self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = self._tables.config.device.type == "cpu"
+
+    def _cache_key(self) -> Hashable:
+        whole = self._tables.whole
+        return id(whole.related or whole), self._tables.config.device
 
     # --- following --------------------------------------------------------------------------------------------------
 
@@ -567,7 +570,7 @@ class FollowedOptimizer:
         if self.table_parameters[-1].device == device:
             return
         self.on_device = DeviceOptions(self._tables)
-        self._is_on_cpu = device.type == "cpu"
+        self._is_on_cpu, self.cache_key = device.type == "cpu", self._cache_key()
         if self.pending is not None:
             self.pending.move()
         for parameter in self.table_parameters:

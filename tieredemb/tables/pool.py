@@ -19,7 +19,7 @@ import torch
 
 from tieredemb.cache.changes import Part
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import Capacity, OptimizerConfig, TableConfig
+from tieredemb.config import Capacity, OptimizerConfig
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.storage.base import RowOpener
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 class Related:
     """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them
     that were planned before they come, once there is somebody to plan them · `contexts`: what lookups in several of the
-    tables as one keep. A copy has neither."""
+    tables as one keep · `fits`: whether batches of several pools have fitted each other, if there were any · `orders`:
+    of further pools. A copy, which pools that are copied together share, begins anew."""
 
     def __init__(self) -> None:
         self.planned: Any = None
         self.contexts: dict[object, Any] = {}
+        self.fits = True
         self.orders = itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,6 +103,12 @@ class Pool(TableSet):
         if isinstance(config.storage, UnifiedMemory):  # of which some may never come
             config = replace(config, storage=replace(config.storage, pretouch=False))
         return _rebuild_pool, (config, metadata.batch, metadata.policy, self.related)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
+        rebuild, (*args, related) = self.__reduce__()
+        copied: TableSet = rebuild(*args, copy.deepcopy(related, memo))
+        memo[id(self)] = copied
+        return copied
 
 
 class Member(TableSet):
@@ -175,7 +183,8 @@ class Member(TableSet):
 
 class Together(TableSet):
     """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
-    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend."""
+    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. In what is not of each table
+    its config is that of the first pool."""
 
     def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
         self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
@@ -185,7 +194,7 @@ class Together(TableSet):
 
     @property
     def block_faults(self) -> list[Any]:
-        """Where a GPU reports bad ids and offsets of each pool; empty on the CPU."""
+        """Where a GPU reports bad ids and offsets of each pool; None on the CPU."""
         return self._placed.block_faults
 
 
@@ -195,9 +204,10 @@ class _PlacedTogether(Placed):
     def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
         self._pools = [pool.placed for pool, _ in of_pools]
         self._numbers = [numbers for _, numbers in of_pools]
-        self._of: list[Place] = []
+        self._of: list[Place | None] = [None for _ in of_pools]
+        self._groups: list[Any] = [None for _ in of_pools]
         self._now: Place | None = None
-        self.block_faults: list[Any] = []
+        self.block_faults: list[Any] = [None for _ in of_pools]
 
     @property
     def now(self) -> Place:  # type: ignore[override]
@@ -208,21 +218,19 @@ class _PlacedTogether(Placed):
             else:
                 return self._now
         there = [pool.now for pool in self._pools]
-        self._now, self._of = self._place(there), there
+        for at, (place, numbers) in enumerate(zip(there, self._numbers, strict=True)):
+            if place is not self._of[at]:
+                tables = tuple(place.config.tables[number] for number in numbers)
+                config = replace(place.config, tables=tables)
+                self._groups[at] = place.groups[0].of_tables(numbers, config)
+                self.block_faults[at] = faults = make_fault_report(config)
+                if faults is not None:
+                    place.other_faults.append(faults)
+        every = zip(there, self._numbers, strict=True)
+        names = tuple(place.config.tables[number] for place, numbers in every for number in numbers)
+        self._now = Place(replace(there[0].config, tables=names), self._groups, CacheStats())
+        self._of = [*there]
         return self._now
-
-    def _place(self, there: Sequence[Place]) -> Place:
-        groups, tables = [], list[TableConfig]()
-        self.block_faults = []
-        for place, numbers in zip(there, self._numbers, strict=True):
-            its = tuple(place.config.tables[number] for number in numbers)
-            config = replace(place.config, tables=its)
-            groups.append(place.groups[0].of_tables(numbers, config))
-            tables += its
-            if (faults := make_fault_report(config)) is not None:
-                self.block_faults.append(faults)
-                place.other_faults.append(faults)
-        return Place(replace(there[0].config, tables=tuple(tables)), groups, CacheStats())
 
 
 class _PlacedMember(Placed):
