@@ -64,8 +64,8 @@ REASONS = (
     Reason(
         "tables of six widths, beside tables of one",
         "cuda-converted",
-        r"^step, capacity 10 %(, CUDA graph)?(, prefetch)?$",
-        "Each width has a cache, a plan and a lookup of its own, each with its launches.",
+        r"^step, capacity 10 %, CUDA graph(, prefetch)?$",
+        "Each width has a cache of its own, and kernels of its own that find, move, pool and update its rows.",
     ),
     Reason(
         "two GPUs without a CUDA graph",

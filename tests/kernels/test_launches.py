@@ -281,7 +281,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         lookup.pool(hot, overflow, homes, bags, given, out, winners)
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
     lookup.spread(hot, overflow, homes, RowSpread(torch.full((2,), 2**40, dtype=torch.int64), each=5, first=0))
-    assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 2), dtype=torch.int64), 3, 10).shape == (7,)
+    assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((5, 2), dtype=torch.int64), 3, 8).shape == (8,)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
     distinct = lookup.distinct_segments(torch.arange(10, dtype=torch.int32), bags.bag, bags.batch)
