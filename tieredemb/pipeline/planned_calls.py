@@ -1,6 +1,6 @@
-"""Calls of a model whose tables share caches: what they will look up is planned as one when they begin, as `prefetch`
-plans it before they come. Two calls that look up alike show which of their arguments reach which tables; those after
-them are planned."""
+"""Calls of a model whose tables are in related pools: what they will look up is planned as one when they begin, as
+`prefetch` plans it before they come. Two calls that look up alike show which of their arguments reach which tables;
+those after them are planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_SEEN = 1000  # lookups that one call is learned from
 
 
 def plan_calls(model: nn.Module) -> None:
-    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables that share a cache are
+    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables in related pools are
     planned as one; where there are none, nothing is planned."""
     if not any(isinstance(getattr(hook, "__self__", None), PlannedCalls) for hook in model._forward_hooks.values()):
         calls = PlannedCalls()

@@ -139,8 +139,8 @@ _TAKEN.cancel()
 
 
 class PlannedForwards:
-    """The forwards over tables that share caches that were planned: those `waiting` for somebody to take them. Its
-    calls may come from several threads."""
+    """The forwards that were planned, over tables that share caches or are in related pools: those `waiting` for
+    somebody to take them. Its calls may come from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
