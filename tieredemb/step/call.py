@@ -119,7 +119,7 @@ class CallContext:
         return optimizer
 
 
-class Shareable:
+class Shareable(abc.ABC):
     """What was planned, of which each forward that it was planned for has its share: one alone has all of it."""
 
     def share(self, number: int, given: Given) -> Any:
@@ -131,12 +131,12 @@ class Shareable:
         """Forwards are over; with the last one the plan is."""
         self.release()
 
+    @abc.abstractmethod
     def release(self) -> None:
         """Keeps no rows in their slots any more."""
-        raise NotImplementedError
 
 
-class Call(Shareable, abc.ABC):
+class Call(Shareable):
     """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
     the forward comes and it is started. `batch`: B, its samples."""
 

@@ -33,7 +33,7 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.call import Ages, Call, Collected, StackRows
 from tieredemb.step.joint_call import JointCall, by_joint, take_one_step
 from tieredemb.step.stack import Run, Stack
-from tieredemb.tables.group import HostGroup
+from tieredemb.tables.group import Group, HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -312,7 +312,6 @@ class HostCall(Call):
     """One forward of a module on the CPU."""
 
     parts: list[HostGroupCall]
-    planners: Sequence[Planners] = ()  # of several tables in each group, who plan as one
 
     def plan(
         self,
@@ -325,35 +324,31 @@ class HostCall(Call):
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
-        ids, options, groups = batch.ids.numpy(), self.context.options, self.context.tables.placed.now.groups
-        offsets: Any = batch.offsets if isinstance(batch.offsets, EqualBags) else batch.offsets.numpy()
-        if self.planners:  # where edges were checked as they were joined
-            blocks = self.blocks_of(ids, offsets)
-        else:
-            if isinstance(offsets, EqualBags):
-                edges = offsets.edges()
-            else:
-                edges = checked_edges(offsets, len(ids), batch.edges, exact=batch.exact)
-            blocks = [(ids, edges)] * len(groups)
+        options, groups = self.context.options, self.context.tables.placed.now.groups
+        blocks = self.blocks_of(batch, groups)
         bags, dropped, places = [], not options.plans_padding, batch.places
-        for group, its in zip(groups, blocks, strict=True):  # every id is checked before any group plans
-            bags.append(make_bags(*its, group.space, batch.size, padding_is_dropped=dropped, places=places))
-        self.ids = len(ids)
+        for group, (ids, edges, _) in zip(groups, blocks, strict=True):  # every id is checked before any group plans
+            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=places))
+        self.ids = len(batch.ids)
         of_groups = [ages] * len(groups) if isinstance(ages, bool) else ages
         try:
-            for g, (group, its_bags) in enumerate(zip(groups, bags, strict=True)):
+            for group, its_bags, (_, _, client), is_later in zip(groups, bags, blocks, of_groups, strict=True):
                 assert isinstance(group, HostGroup)
-                client = self.planners[g] if self.planners else group.client
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=of_groups[g], client=client)
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=is_later, client=client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
 
-    def blocks_of(self, ids: Array, edges: Any) -> list[tuple[Array, Array]]:
-        """Of several tables that plan as one the ids of each pool, int64 (N,), and the edges of their bags, of those
-        that were joined."""
-        raise NotImplementedError
+    def blocks_of(self, batch: Batch, groups: Sequence[Group]) -> list[tuple[Array, Array, int | Planners | None]]:
+        """What each group looks among: ids, int64 (N,), the checked edges of their bags, int64, and who plans them. All
+        groups look among the same, but where several tables plan as one."""
+        ids = batch.ids.numpy()
+        if isinstance(batch.offsets, EqualBags):
+            edges = batch.offsets.edges()
+        else:
+            edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
+        return [(ids, edges, group.client) for group in groups]
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():

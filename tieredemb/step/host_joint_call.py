@@ -21,7 +21,7 @@ from tieredemb.step.joint_call import JointCall, PartCall
 if TYPE_CHECKING:
     from tieredemb.cache.tickets import Ticket
     from tieredemb.step.batch import Batch, Given
-    from tieredemb.tables.group import HostGroup
+    from tieredemb.tables.group import Group, HostGroup
 
     Array = np.ndarray[Any, Any]
 
@@ -34,10 +34,6 @@ class HostJointCall(JointCall, HostCall):
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         self._offsets = {}
-        self.planners = [
-            Planners(group.clients, np.array(block.starts))
-            for group, block in zip(self.context.tables.groups, self.form.blocks, strict=True)
-        ]
         batch = self.form.join(forwards, self._join_edges)
         self._ids = torch.split(batch.ids, self.form.counts)
         return batch
@@ -79,11 +75,16 @@ class HostJointCall(JointCall, HostCall):
         with self.context.tables.placed.now.rows.again():
             return self._is_as_looked_up(block) and self.parts[block].keep_caught_up()
 
-    def blocks_of(self, ids: Array, edges: Any) -> list[tuple[Array, Array]]:
-        found = []
-        for block in self.form.blocks:
-            bags: Any = block.bags if self.form.is_equal else edges[block.edges]
-            found.append((ids[block.ids], bags.edges() if isinstance(bags, EqualBags) else bags))
+    def blocks_of(self, batch: Batch, groups: Sequence[Group]) -> list[tuple[Array, Array, int | Planners | None]]:
+        ids, joined = batch.ids.numpy(), batch.offsets  # edges, which were checked as they were joined
+        found: list[tuple[Array, Array, int | Planners | None]] = []
+        for block, group in zip(self.form.blocks, groups, strict=True):
+            if isinstance(joined, EqualBags):
+                assert block.bags is not None
+                edges = block.bags.edges()
+            else:
+                edges = joined.numpy()[block.edges]
+            found.append((ids[block.ids], edges, Planners(group.clients, np.array(block.starts))))
         return found
 
     @ranged("lookup")

@@ -115,8 +115,8 @@ class PendingGradients:
 
     @staticmethod
     def add_all(those: Mapping[PendingGradients, Collected]) -> None:
-        """Adds what a backward pass has brought to each: its calls, and uses of whole tables. Of a model with many
-        tables no call is made for each of those of which nothing else is known."""
+        """Adds what a backward pass has brought to each: its calls, and uses of whole tables. Where nothing but calls
+        waits they are appended here: a model may have many sets of tables, and a Python call for each costs more."""
         for mine, collected in those.items():
             is_plain = not (mine.whole or mine._owned or mine._dropped or mine._zeroed or mine.copies or mine.has_hooks)
             for call, _ in collected:

@@ -68,8 +68,7 @@ class Planned:
     def __init__(self, forwards: Sequence[tuple[TableSet, Given]], future: Future[Any]) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
-        # of a tensor itself, where its memory begins, how often that was changed in place, which tensors made in
-        # inference mode do not tell, and what it shows of that
+        # of a tensor: itself, its address, its version (−1 in inference mode, where none is counted), shape, strides
         self.seen: list[list[Any] | None] = []
         for _, given in forwards:
             seen: list[Any] = []
