@@ -17,7 +17,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageError, UnsupportedError
-from tieredemb.step.joint_call import MOST_TOGETHER, joint_context
+from tieredemb.step.forwards import MOST_SELECTIONS, context_of
 
 ROWS = {"a": 40, "b": 25, "c": 9, "d": 60}
 WIDTH = 4
@@ -557,8 +557,8 @@ def test_tables_that_are_looked_up_as_one_go_with_their_model():
     model = Rows(3, 20)
     te.replace_embedding_bags(model, capacity=0.5, optimizer=te.SGD(lr=0.1))
     pool, options = pool_of(model), model.emb[0].options
-    context = joint_context([(pool, (0, 2))], options)
-    assert joint_context([(pool, (0, 2))], options) is context
+    context = context_of([(pool, (0, 2))], options)
+    assert context_of([(pool, (0, 2))], options) is context
     assert [table.name for table in context.tables.config.tables] == ["emb.0", "emb.2"]
     assert context.tables.groups[0].cache is pool.groups[0].cache
     cache = weakref.ref(pool.groups[0].cache)
@@ -575,8 +575,8 @@ def test_only_so_many_choices_of_tables_are_looked_up_as_one():
     model = Rows(8, 20)
     te.replace_embedding_bags(model, capacity=0.5, optimizer=te.SGD(lr=0.1))
     chosen = [tuple(t for t in range(8) if which >> t & 1) for which in range(3, 60)]
-    made = [joint_context([(pool_of(model), numbers)], model.emb[0].options) for numbers in chosen]
-    assert [each is not None for each in made] == [True] * MOST_TOGETHER + [False] * (len(made) - MOST_TOGETHER)
+    made = [context_of([(pool_of(model), numbers)], model.emb[0].options) for numbers in chosen]
+    assert [each is not None for each in made] == [True] * MOST_SELECTIONS + [False] * (len(made) - MOST_SELECTIONS)
 
 
 @pytest.mark.parametrize("capacity", [0.2, 1.0])

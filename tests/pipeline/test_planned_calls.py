@@ -20,7 +20,7 @@ import tieredemb as te
 from tieredemb.errors import BackwardError, IdOutOfRangeError
 from tieredemb.modules.forwards import LISTENERS
 from tieredemb.pipeline import planned_calls
-from tieredemb.step.joint_call import JointCall
+from tieredemb.step.forwards import Forwards
 from tieredemb.step.planned_forwards import PlannedForwards
 
 TABLES, ROWS, WIDTH = 5, 40, 4
@@ -610,7 +610,7 @@ def test_lookups_that_lose_their_gradients_leave_no_circle(device):
             assert not model.emb[0].tables.whole.groups[0].cache._book.live
     finally:
         gc.enable()
-    assert not [each for each in gc.get_objects() if issubclass(type(each), JointCall)]  # others' may be dead proxies
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Forwards)]  # others' may be dead proxies
 
 
 def test_a_model_that_calls_itself_is_planned_no_more(device):

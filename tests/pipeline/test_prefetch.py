@@ -40,7 +40,7 @@ from tieredemb.errors import (
 )
 from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
-from tieredemb.pipeline.joint_plans import drop_all
+from tieredemb.pipeline.plan_groups import drop_all
 from tieredemb.pipeline.prefetch import running
 from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows

@@ -29,8 +29,8 @@ from benchmarks.warm_steps import PATHS
 ROWS, IDS = 1000, 10
 LIMITS = {  # Python calls of a warm step, and files that they are in
     "collection of 4": (130, 25),
-    "4 converted, following Adam": (363, 46),
-    "26 converted, following SGD": (713, 43),
+    "4 converted, following Adam": (355, 44),
+    "26 converted, following SGD": (713, 41),
     "collection of 4, prefetched": (180, 31),
     "sharded collection of 4, on 2 ranks": (548, 46),
 }

@@ -8,7 +8,7 @@ import torch
 
 from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.captured import StepFunction
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
+from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, plan_at_once
 from tieredemb.pipeline.uncapturable import explain
 
 R = TypeVar("R")
@@ -23,7 +23,7 @@ class StepAlone(Generic[R]):
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
-        self._units = Units()
+        self._groups = PlanGroups()
         self._plans_as_one = True
 
     def run(self, batch: Any) -> R:
@@ -60,12 +60,12 @@ class StepAlone(Generic[R]):
     def _compute(self) -> R:
         """The function of the batch in the buffers. Tables that share a cache are planned as one before, unless a step
         before has looked up others than those."""
-        batch, planned = self._buffers.batch, list[PlannedUnit]()
+        batch, planned = self._buffers.batch, list[PlannedGroup]()
         if not self._plans_as_one:
             return self._step.heard(batch)
         lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
         try:
-            plan_at_once(self._units.of(lookups), planned)
+            plan_at_once(self._groups.of(lookups), planned)
             result = self._step.heard(batch)
             self._plans_as_one = not any(each.left for _, each in planned)
             return result

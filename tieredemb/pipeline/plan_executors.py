@@ -18,8 +18,8 @@ from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_device, on_stream, side_stream
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
 from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
 from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
 from tieredemb.tables.table_set import Place
@@ -35,11 +35,11 @@ class PlanExecutors:
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         self._found: dict[LookupModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
         devices = {device for device, _ in kinds}
-        self._units = Units()
+        self._groups = PlanGroups()
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
-    def plan(self, lookups: Sequence[LookupSpec], planned: list[PlannedUnit]) -> None:
+    def plan(self, lookups: Sequence[LookupSpec], planned: list[PlannedGroup]) -> None:
         """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
         made. Those on a stream are planned in one go."""
         if not lookups:
@@ -56,7 +56,7 @@ class PlanExecutors:
             if len(lookups) == 1:
                 planned.append((lookups[0].module.planned, plan_alone(lookups[0])))
             else:
-                plan_units(self._units.of(lookups), plan_alone, planned, executor_of=self._executor_of, ahead=True)
+                plan_groups(self._groups.of(lookups), plan_alone, planned, executor_of=self._executor_of, ahead=True)
 
     def _executor_of(self, module: LookupModule) -> PlanExecutor:
         place = module.tables.placed.now

@@ -16,8 +16,8 @@ from torch import nn
 from tieredemb.kernels.tracing import untraced
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, plan_at_once
 from tieredemb.step.call import inside_backward
 from tieredemb.step.planned_forwards import PlannedForwards, identity
 
@@ -58,12 +58,12 @@ class Mode(NamedTuple):
 @dataclass
 class _Habit:
     """What the calls of a model do in one mode. `lookups`: as the last one that was learned from has shown, if any ·
-    `is_sure`: whether the one before has shown the same · `units`, `planned`: of what is planned, and among what its
+    `is_sure`: whether the one before has shown the same · `groups`, `planned`: of what is planned, and among what its
     forwards wait · `in_vain`: how many calls then did something else · `is_over`: whether nothing more is planned."""
 
     lookups: Learned | None = None
     is_sure: bool = False
-    units: Units = field(default_factory=Units)
+    groups: PlanGroups = field(default_factory=PlanGroups)
     planned: set[PlannedForwards] = field(default_factory=set)
     in_vain: int = 0
     is_over: bool = False
@@ -78,7 +78,7 @@ class _Call:
     """A call that is under way. `planned`: for it · `seen`: its lookups, if it is learned from."""
 
     habit: _Habit
-    planned: list[PlannedUnit] = field(default_factory=list)
+    planned: list[PlannedGroup] = field(default_factory=list)
     seen: list[LookupSpec] | None = None
     listener: _Listener | None = None
 
@@ -161,7 +161,7 @@ class PlannedCalls:
         lookups = _looked_up(habit, given)
         if lookups:
             call = self._now.call = _Call(habit)
-            plan_at_once(habit.units.of(lookups), call.planned)
+            plan_at_once(habit.groups.of(lookups), call.planned)
 
     @untraced
     def _learn(self, given: Any) -> None:
@@ -175,7 +175,7 @@ class PlannedCalls:
         habit = call.habit
         try:
             lookups = learn(given, call.seen)[0]
-            is_shared = any(len(unit) > 1 for unit in Units().of(lookups(given)))
+            is_shared = any(len(group) > 1 for group in PlanGroups().of(lookups(given)))
         except Exception:  # arguments that nothing can be learned of are no fault of the call
             habit.is_over = True
             return

@@ -21,10 +21,10 @@ from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.pace import Pace, SharedPace
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
+from tieredemb.pipeline.plan_groups import PlannedGroup
 from tieredemb.step.planned_forwards import PlannedForwards
 
 B = TypeVar("B")
@@ -134,7 +134,7 @@ class _Fetched(Generic[B]):
         self.receive = receive  # to be called before the batch is used, on each stream that uses it
         self.is_received = False  # by the step that it is one of the next batches for
         self.error = error
-        self.planned: list[PlannedUnit] = []
+        self.planned: list[PlannedGroup] = []
 
     def drop(self, *, made: bool = False) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain. `made`: waits until these are

@@ -16,9 +16,9 @@ from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import StepFunction
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
+from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
 from tieredemb.step.planned_forwards import Planned
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TurnGraph(Generic[R]):
     completes: list[list[bool]]
     states: list[PlanState]
     memories: list[list[Any]]
-    made: tuple[list[PlannedCall], list[PlannedUnit]]
+    made: tuple[list[PlannedCall], list[PlannedGroup]]
 
     def fits(self, turns: Sequence[Turn[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
@@ -111,11 +111,11 @@ class Turn(Generic[R]):
         self.batch: Any = None
         self.graph: TurnGraph[R] | None = None
         self.ran: torch.cuda.Event | None = None  # of several ranks: comes once the last replay is over that planned it
-        self._planned: list[PlannedUnit] = []
+        self._planned: list[PlannedGroup] = []
         # as they were planned last by launches; replays plan to where these are
-        self._launched: list[PlannedUnit] = []
+        self._launched: list[PlannedGroup] = []
         self._calls: list[PlannedCall] = []
-        self._units = Units()
+        self._groups = PlanGroups()
 
     @property
     def memories(self) -> list[Any]:
@@ -123,7 +123,7 @@ class Turn(Generic[R]):
         return [call.memory for call in self._calls]
 
     @property
-    def made_last(self) -> tuple[list[PlannedCall], list[PlannedUnit]]:
+    def made_last(self) -> tuple[list[PlannedCall], list[PlannedGroup]]:
         """Its plans, as they were made last by launches."""
         return self._calls, self._launched
 
@@ -173,7 +173,7 @@ class Turn(Generic[R]):
         def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
             return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
 
-        plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
+        plan_groups(self._groups.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 

@@ -24,6 +24,7 @@ from tieredemb.errors import BackwardError
 from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
+from tieredemb.step.batch_form import BatchForm, BatchForms
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -85,6 +86,11 @@ class CallContext:
     apply: Callable[[Collected], None]
 
     @functools.cached_property
+    def forms(self) -> BatchForms:
+        """Of batches of several tables, those that were looked up before."""
+        return BatchForms()
+
+    @functools.cached_property
     def recorded(self) -> Any:
         """On a GPU, plans of its calls (`RecordedPlans`)."""
         from tieredemb.step.recorded_plans import RecordedPlans
@@ -120,7 +126,11 @@ class CallContext:
 
 
 class Shareable(abc.ABC):
-    """What was planned, of which each forward that it was planned for has its share: one alone has all of it."""
+    """What was planned, of which each forward that it was planned for has its share: one alone has all of it.
+    `forwards`: those that it is one of, where several were planned as one, and `block`: of which of their pools."""
+
+    forwards: Any = None
+    block = 0
 
     def share(self, number: int, given: Given) -> Any:
         """The call of the forward of that number, which is `given` these inputs; None where these are known to be
@@ -137,12 +147,11 @@ class Shareable(abc.ABC):
 
 
 class Call(Shareable):
-    """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
-    the forward comes and it is started. `batch`: B, its samples."""
+    """One forward of a module, or several (`Forwards`): its tickets, and what its gradient needs. It is planned first,
+    which may be long before the forward comes and it is started. `batch`: B, its samples · `form`: of the batch, where
+    it is of several forwards."""
 
     number = -1  # in the order of forwards, once it has started
-    joint: Any = None  # the `JointCall` that it is a part of,
-    block = 0  # and of which of its parts
     consumed = False
     requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
     # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
@@ -151,9 +160,15 @@ class Call(Shareable):
     # on a GPU: where rows of ids that are picked are written, none of which is returned then
     rows_to: RowSpread | None = None
 
-    def __init__(self, context: CallContext, batch: int) -> None:
+    gpu = -1  # the number of that which its tables are on
+    # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int32 or int64 (B,), that were planned for
+    # each. A numpy array over the memory of a tensor can change it, and torch does not know
+    joined: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+
+    def __init__(self, context: CallContext, batch: int, form: BatchForm | None = None) -> None:
         self.context = context
         self.batch = batch
+        self.form = form
         self.parts: list[Any] = []  # what each group that is planned holds of it
 
     @abc.abstractmethod
@@ -218,7 +233,7 @@ class Call(Shareable):
     ) -> StackRows:
         """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
         `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
-        raise NotImplementedError  # of calls that are planned together no batch has one
+        raise NotImplementedError  # of several forwards no batch has one
 
     @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
@@ -239,6 +254,36 @@ class Call(Shareable):
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         """Takes an optimizer step in which no row has a gradient."""
 
+    # --- of several forwards ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def join(self, forwards: Sequence[Given]) -> Batch:
+        """What they are given, as one batch to be planned. Raises `InvalidInputError` for what is wrong with one of
+        them, or leaves that to the plan."""
+
+    @abc.abstractmethod
+    def pool_blocks(self) -> Sequence[torch.Tensor]:
+        """The outputs of those in each pool, (F·B, D)."""
+
+    @abc.abstractmethod
+    def alone(self, block: int, place: int, context: CallContext) -> Call:
+        """One of them as a call of its own over its slice of the plan: that at `place` of a block, of who has this
+        `context`."""
+
+    def begin_alone(self) -> None:
+        """One of them is about to be looked up by itself."""
+
+    @abc.abstractmethod
+    def catch_up_slice(self, forward: Any) -> None:
+        """Brings the rows of one of them, a `Forward`, to the steps that its table has taken, of a dense optimizer."""
+
+    @abc.abstractmethod
+    def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
+        """The same of all of them in one pool, as one; returns False where that cannot be. `is_as_looked_up`: whether
+        the rows of a block are as the lookup has read them."""
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
     def release(self) -> None:
         for part in self.parts:
             part.ticket.release()
@@ -249,7 +294,7 @@ class Call(Shareable):
         return self.consumed or not any(part.ticket.lasts for part in self.parts)
 
 
-class Calls(dict[int, Call]):
+class Calls(dict[int, Any]):
     """Those of a node, by the numbers of their outputs. The node alone keeps them."""
 
 
@@ -296,15 +341,15 @@ def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[],
 
 
 def release_all(calls: Sequence[Any]) -> None:
-    """Releases calls and uses of whole tables, the parts of one joint call as one."""
-    of_joint: dict[Any, list[Call]] = {}
+    """Releases calls and uses of whole tables, forwards that were planned as one together."""
+    of: dict[Any, list[Any]] = {}
     for call in calls:
-        if isinstance(call, Call) and call.joint is not None:
-            of_joint.setdefault(call.joint, []).append(call)
-        else:
+        if call.forwards is None:
             call.release()
-    for joint, parts in of_joint.items():
-        joint.release_parts(parts)
+        else:
+            of.setdefault(call.forwards, []).append(call)
+    for forwards, those in of.items():
+        forwards.release_those(those)
 
 
 def check_backward(call: Call) -> None:

@@ -1,11 +1,10 @@
-"""One forward of a module on a GPU, and its update: launches alone, nothing waits for the device but over staged
-tiers."""
+"""A call on a GPU: launches alone, nothing waits for the device but over staged tiers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,13 +13,20 @@ from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
-from tieredemb.lookup.device_bags import Edges, find_device_bags, number_below, number_one_by_one, tell_fault
+from tieredemb.lookup.device_bags import (
+    Edges,
+    find_device_bags,
+    join_edges,
+    number_below,
+    number_one_by_one,
+    tell_fault,
+)
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Ages, Call, Collected, StackRows
+from tieredemb.step.call import NUMBERS, Ages, Call, CallContext, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.device_update import take_step, those_alike, update, update_jointly, update_together
-from tieredemb.step.joint_call import JointCall, by_joint
+from tieredemb.step.device_update import take_step, those_alike, update, update_forwards, update_grouped
+from tieredemb.step.forwards import Forward, Forwards, by_call
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
@@ -28,13 +34,15 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.batch import Given
+    from tieredemb.step.batch_form import BatchForm
     from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
 
 class DeviceCall(Call):
-    """One forward of a module on a GPU. Planned into the `memory` of a call of as many ids and bags that is over, it
-    uses that again."""
+    """One forward of a module on a GPU, or several. Planned into the `memory` of a call of as many ids and bags that is
+    over, it uses that again."""
 
     parts: list[DeviceGroupCall]
     memory: CallMemory
@@ -42,9 +50,17 @@ class DeviceCall(Call):
     recorded: Recorded | None = None  # what has planned it, if that is recorded
     source: Recorded | None = None  # the same, where it is to look the outputs up yet
     stack: Stack | None = None  # what the rows of its output are, if that has one
-    layout: Hashable = None  # of several tables that plan as one, what tells their batches apart (`JointForm`)
+    layout: Hashable = None  # of several forwards, what tells their batches apart (`BatchForm`)
     blocks = 1  # groups that have ids and outputs of their own, or one for all
-    tells_at_once = True  # of a fault, where it is not planned ahead
+    # of an `alone` call: tensors that it has beside the memory of all, and the stream that made them
+    own: Sequence[torch.Tensor] = ()
+    made_on = 0
+
+    def __init__(self, context: CallContext, batch: int, form: BatchForm | None = None) -> None:
+        super().__init__(context, batch, form)
+        if form is not None:
+            self.layout, self.blocks = form.layout, len(form.blocks)
+            self.gpu = context.tables.groups[0].config.device.index
 
     def plan(
         self,
@@ -57,7 +73,8 @@ class DeviceCall(Call):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        self.ids, self.tells_later = batch.ids.shape[0], ahead or not self.tells_at_once
+        # with the first one of several forwards: there may be none
+        self.ids, self.tells_later = batch.ids.shape[0], ahead or self.form is not None
         self.stack = batch.stack
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
@@ -89,12 +106,21 @@ class DeviceCall(Call):
 
     def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
         """How many each group looks among."""
+        if self.form is not None:
+            return [block.starts[-1] for block in self.form.blocks]
         return [self.ids] * len(groups)
 
     def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
-        """The ids that each group looks among, int64 (N,), and the edges of their bags: all, but where several tables
-        plan as one."""
-        return [(ids, edges)]
+        """The ids that each group looks among, int64 (N,), and the edges of their bags: all, but of several forwards
+        those of its pool."""
+        if self.form is None:
+            return [(ids, edges)]
+        found = []
+        for block in self.form.blocks:
+            bags: Any = block.bags if self.form.is_equal else cast("torch.Tensor", edges.offsets)[block.edges]
+            its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact)
+            found.append((ids[block.ids], its))
+        return found
 
     def launch(
         self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: Ages, ahead: bool
@@ -150,7 +176,7 @@ class DeviceCall(Call):
 
     def addresses(self) -> Sequence[int]:
         """Where the host is told of faults of each block."""
-        return (self.context.tables.faults.address,)
+        return [report.address for report in self.context.tables.placed.now.reports]
 
     def _find_bags(self, groups: list[DeviceGroup], blocks: Sequence[tuple[torch.Tensor, Edges]]) -> None:
         memory, addresses = self.memory, self.addresses()
@@ -250,8 +276,13 @@ class DeviceCall(Call):
         return part.tables_of_rows()
 
     def output_shapes(self) -> list[tuple[int, int]]:
-        """Of the output; where several tables plan as one of those in each block."""
-        return [(self.rows, self.context.tables.output_width)]
+        """Of the output; of several forwards that of those in each block."""
+        if self.form is None:
+            return [(self.rows, self.context.tables.output_width)]
+        return [
+            (len(block.positions) * self.batch, group.space.width)
+            for block, group in zip(self.form.blocks, self.context.tables.groups, strict=True)
+        ]
 
     def look_up(
         self, outs: Sequence[torch.Tensor], weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool
@@ -344,6 +375,9 @@ class DeviceCall(Call):
     def follow(self, *more: torch.Tensor) -> None:
         """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
         stream = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        if self.own and stream != self.made_on:
+            for tensor in (*self.own, *self.parts[0].held()):
+                tensor.record_stream(current_stream())
         if stream == self.memory.stream.cuda_stream:
             return
         held = [*more, *(value for part in self.parts for value in part.held())]
@@ -353,20 +387,71 @@ class DeviceCall(Call):
         for tensor in held:
             tensor.record_stream(current_stream())
 
+    # --- of several forwards ------------------------------------------------------------------------------------------
+
+    def join(self, forwards: Sequence[Given]) -> Batch:
+        """Offsets are checked where they are planned."""
+        form, group = self.form, cast("DeviceGroup", self.context.tables.groups[0])
+        assert form is not None
+
+        def edges(given: list[torch.Tensor]) -> torch.Tensor:
+            parts = group.words.get(form.joined).view(5, -1)
+            offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
+            return join_edges(offsets, parts, form.size, form.edges)
+
+        return form.join(forwards, edges)
+
+    def pool_blocks(self) -> list[torch.Tensor]:
+        if self.source is None:
+            self._tell()
+        return self.pool_all(None, differentiable=False)
+
+    def begin_alone(self) -> None:
+        self.source = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells the host of a fault, unless that was done."""
+        if self.tells_later:
+            self.follow()
+            self._tell_now()
+
+    def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
+        assert self.form is not None
+        made, starts, whole = DeviceCall(context, self.batch), self.form.blocks[block].starts, self.parts[block]
+        made.ids, made.memory, made.block = starts[place + 1] - starts[place], self.memory, block
+        made.tells_later = False
+        with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
+            part = whole.of_client(place, slice(*starts[place : place + 2]), context)
+        made.parts, made.own = [part], (part.bags.offsets, part.bags.bag)
+        made.made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        return made
+
+    def catch_up_slice(self, forward: Forward) -> None:
+        self.follow()  # rows of other forwards, which may never come, stay behind
+        self.parts[forward.block].catch_up(self.memory.faults[forward.block], forward.place)
+
+    def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
+        self.follow()
+        self.parts[block].catch_up(self.memory.faults[block])
+        return True
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
     @staticmethod
     def apply(collected: Collected) -> None:
-        joints, rest = by_joint(collected) if len(collected) > 1 else ([], [collected])
-        of_joint: dict[JointCall, list[Collected]] = {}
-        for joint, its in joints:
-            of_joint.setdefault(joint, []).append(its)
+        shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
+        of_call: dict[Forwards, list[Collected]] = {}
+        for forwards, its in shared:
+            of_call.setdefault(forwards, []).append(its)
         updates = those_alike(rest)  # which raises for what is too large, before anything changes
-        for joint, of_blocks in of_joint.items():
-            updates += those_alike(update_jointly(joint, of_blocks))
+        for forwards, of_blocks in of_call.items():
+            updates += those_alike(update_forwards(forwards, of_blocks))
         for alike in updates:
             if len(alike) == 1:
                 update(alike[0])
             else:
-                update_together(alike)
+                update_grouped(alike)
 
     @staticmethod
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:

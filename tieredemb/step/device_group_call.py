@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
 from tieredemb.cache.device.plan import NO_OVERFLOW, Beside, OverflowRows
+from tieredemb.cache.tickets import TicketShare
 from tieredemb.config import Mode
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.inference import no_inference
@@ -26,6 +27,7 @@ from tieredemb.tables.group import DeviceGroup
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
+    from tieredemb.step.call import CallContext
 
 T = TypeVar("T")
 
@@ -70,6 +72,26 @@ class DeviceGroupCall:
         self.forward_rows: torch.Tensor | None = None
         self._found: Segments | None = None  # as the forward needed them
         self._is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
+
+    def of_client(self, place: int, mine: slice, context: CallContext) -> DeviceGroupCall:
+        """What it has planned for one of the tables that plan as one, that at `place` among them. `mine`: its
+        occurrences · `context`: of who looks up in it. The caller uses the ticket."""
+        self.join()
+        group: DeviceGroup = context.tables.placed.now.groups[0]  # type: ignore[assignment]
+        bags, batch = self.bags, self.bags.batch
+        edges = bags.offsets[place * batch : (place + 1) * batch + 1]
+        trained = None if self.trained is bags.homes else self.trained[mine]
+        own = DeviceBags(
+            keys=bags.keys[mine],
+            homes=bags.homes[mine],
+            offsets=edges - edges[0],
+            bag=bags.bag[mine] - place * batch,
+            position=None,
+            batch=batch,
+        )
+        part = DeviceGroupCall(group, own, context.options, None, trained, None, own.batch)
+        part.ticket = cast("DeviceTicket", TicketShare(self.ticket, homes=own.homes))
+        return part
 
     def plan(self, ids: torch.Tensor, *, scored: bool, ages: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
         """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited for ·

@@ -17,7 +17,7 @@ from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.joint_call import JointCall, take_one_step
+from tieredemb.step.forwards import Forwards, take_one_step
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.device_call import DeviceCall
-    from tieredemb.step.device_joint_call import DeviceJointCall
-    from tieredemb.tables.pool import Together
+    from tieredemb.tables.pool import Selection
     from tieredemb.tables.table_set import TableSet
 
 
@@ -96,13 +95,13 @@ def update(collected: Collected) -> None:
             launch([grads])
 
 
-def update_jointly(joint: JointCall, of_blocks: Sequence[Collected]) -> list[Collected]:
-    """One optimizer step for all forwards of a joint call in some pools, in the order of the tables there, as for one
-    batch over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
+def update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
+    """One optimizer step for all forwards of a call in some pools, in the order of the tables there, as for one batch
+    over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
     common."""
-    call, updates, rest = cast("DeviceJointCall", joint), list[_Update](), list[Collected]()
+    call, updates, rest = cast("DeviceCall", forwards.call), list[_Update](), list[Collected]()
     for collected in of_blocks:
-        contexts = [call.context for call, _ in collected]
+        contexts = [forward.context for forward, _ in collected]
         optimizers = [cast("RowOptimizer", context.updater.optimizer) for context in contexts]
         is_one = take_one_step(optimizers)
         if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
@@ -110,7 +109,7 @@ def update_jointly(joint: JointCall, of_blocks: Sequence[Collected]) -> list[Col
             continue
         block, grads, tables = collected[0][0].block, [grad for _, grad in collected], contexts[0].tables.whole
         whole = cast("DeviceGroup", tables.groups[0])
-        taken = whole.numbered(cast("Together", joint.context.tables).of_pools[block][1])
+        taken = whole.numbered(cast("Selection", call.context.tables).of_pools[block][1])
         with on_device(tables.config.device):
             scaled = optimizers[:1] if is_one else optimizers
             scaling, stays = scaling_of(scaled, tables, grads, None if is_one else taken)
@@ -123,14 +122,14 @@ def update_jointly(joint: JointCall, of_blocks: Sequence[Collected]) -> list[Col
             grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
             return Combined([part], [grad]), places
 
-        updates.append(_Update(whole, [call.memory.faults[block]], [part], grads, contexts, taken, scaling, combined))
-        updates[-1].stays = stays
+        faults = [call.memory.faults[block]]
+        updates.append(_Update(whole, faults, [part], grads, contexts, taken, scaling, stays, combined, taken))
     if updates:
-        _update_shared(call.context.tables, [call], updates, is_joint=True)
+        _update_shared(call.context.tables, [call], updates)
     return rest
 
 
-def update_together(sets: Sequence[Collected]) -> None:
+def update_grouped(sets: Sequence[Collected]) -> None:
     """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
     in the launches of one table."""
     contexts = [calls[0][0].context for calls in sets]
@@ -147,17 +146,16 @@ def update_together(sets: Sequence[Collected]) -> None:
         return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
 
     faults = [call.memory.faults[call.block] for call in calls]
-    update = _Update(whole, faults, parts, grads, contexts, taken, scaling, combined)
-    update.stays = stays
-    _update_shared(tables, calls, [update], is_joint=False)
+    _update_shared(tables, calls, [_Update(whole, faults, parts, grads, contexts, taken, scaling, stays, combined)])
 
 
 @dataclass
 class _Update:
     """The step of some tables that share the cache of a `whole`, those of numbers `taken`, int32 (K,). `faults`: of
-    their calls, and `parts`: what these have there · `grads`: of their outputs · `contexts`: of the tables ·
-    `combined`: the calls as one batch, given gradients, and where these lie, if they stay there · `stays`: whether all
-    else that is read does."""
+    their calls, and `parts`: what these have there · `grads`: of their outputs · `contexts`: of the tables · `stays`:
+    whether `scaling` lies where it did at the last step · `combined`: the calls as one batch, given gradients, and
+    where these lie, if they stay there · `of_features`: the tables of its features, int32 (K,), where those are not all
+    of the cache."""
 
     whole: DeviceGroup
     faults: Sequence[torch.Tensor]
@@ -166,8 +164,9 @@ class _Update:
     contexts: Sequence[CallContext]
     taken: torch.Tensor
     scaling: Scaling
+    stays: bool
     combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]]
-    stays: bool = False
+    of_features: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor:
         """What is known of the options. The caller holds the rows."""
@@ -183,10 +182,8 @@ class _Update:
         """Of its calls."""
         return [part.ticket for part in self.parts]
 
-    def launch(
-        self, options: torch.Tensor, overflow: OverflowRows, grads: Sequence[torch.Tensor], *, is_joint: bool
-    ) -> None:
-        """`is_joint`: whether features are those tables."""
+    def launch(self, options: torch.Tensor, overflow: OverflowRows, grads: Sequence[torch.Tensor]) -> None:
+        """By `grads`, or by those put together. `overflow`: where rows without a slot are."""
         whole, (batch, places) = self.whole, self.combined(grads)
         segments, faults = batch.segments(), self.faults[0] if len(self.faults) == 1 else torch.cat([*self.faults])
         with _half_done([whole.cache]):
@@ -195,18 +192,17 @@ class _Update:
             )
             whole.lookup.update(
                 whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                whole.pasts, whole.device_steps, tables=self.taken if is_joint else None, grads=places,
+                whole.pasts, whole.device_steps, tables=self.of_features, grads=places,
             )  # fmt: skip
             if whole.pasts is not None:
                 whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, self.taken)
 
 
-def _update_shared(
-    tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update], *, is_joint: bool
-) -> None:
-    """Updates, of a pool each, as one: of all of `tables`, by gradients of the `calls`."""
+def _update_shared(tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update]) -> None:
+    """Updates, of a pool each, as one: of all of `tables`, by gradients of the `calls`, or of the one of several
+    forwards."""
     with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
-        if is_joint:
+        if len(calls) == 1:
             calls[0].follow(*[grad for each in updates for grad in each.grads])
         else:
             for call, grad in zip(calls, updates[0].grads, strict=True):
@@ -218,7 +214,7 @@ def _update_shared(
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
             for each, its_options, away, its in zip(updates, options, overflow, grads, strict=True):
-                each.launch(its_options, away, its, is_joint=is_joint)
+                each.launch(its_options, away, its)
 
         grads, kept = [each.grads for each in updates], [*options]
         for each in updates:

@@ -31,9 +31,9 @@ from tieredemb.step.call import (
     look_up,
     release_all,
 )
+from tieredemb.step.forwards import LAGGING, catch_up_lagging
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
-from tieredemb.step.joint_call import LAGGING, catch_up_lagging
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
@@ -207,10 +207,10 @@ class Engine:
             finally:
                 call.release()
         try:
-            if call.joint is None:
+            if call.forwards is None:
                 call.start(trains=True)
             else:
-                output: torch.Tensor | None = call.joint.output_of(call, hook)
+                output: torch.Tensor | None = call.forwards.output_of(call, hook)
                 if output is not None:
                     return output
         except BaseException:
@@ -258,7 +258,7 @@ class Engine:
         may_exceed = self.may_exceed_bags
         while True:
             place = self.tables.placed.now
-            call = _call_type(place.config.device.type)(context, batch.size)
+            call = call_type(place.config.device.type)(context, batch.size)
             try:
                 call.plan(
                     batch,
@@ -324,7 +324,7 @@ class Engine:
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
         assert self.optimizer is not None
-        _call_type(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
+        call_type(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -505,7 +505,7 @@ def _update(collected: Collected) -> None:
 
 
 @functools.cache
-def _call_type(device_type: str) -> type[Call]:
+def call_type(device_type: str) -> type[Call]:
     """Of the tables' device."""
     if device_type == "cuda":
         from tieredemb.step.device_call import DeviceCall

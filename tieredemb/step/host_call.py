@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,29 +15,33 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.locks import Locks
-from tieredemb.cache.tickets import Ticket
+from tieredemb.cache.tickets import Ticket, TicketShare
 from tieredemb.config import MODES
+from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.parallel_cpu import Pass
 from tieredemb.kernels.rounding_cpu import NEAREST
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import EqualBags, rows_space
-from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
+from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, offsets_rise, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import CopiedRows, DenseStep, History
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Ages, Call, Collected, StackRows
-from tieredemb.step.joint_call import JointCall, by_joint, take_one_step
+from tieredemb.step.call import Ages, Call, CallContext, Collected, StackRows
+from tieredemb.step.forwards import Forward, Forwards, by_call, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import Group, HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
+    from tieredemb.step.batch import Given
+    from tieredemb.step.batch_form import BatchForm
+
     Array = np.ndarray[Any, Any]
 
 
@@ -118,6 +122,30 @@ class HostGroupCall:
             self.outputs = replace(bags, sample=stack.row.numpy(), batch=stack.rows)
         elif not group.config.pooled:
             self.outputs = one_by_one(bags)
+
+    def of_client(self, place: int, mine: slice, context: CallContext) -> HostGroupCall:
+        """What it has planned for one of the tables that plan as one, that at `place` among them. `mine`: its
+        occurrences · `context`: of who looks up in it."""
+        batch, bags, ticket = self.bags.batch, self.bags, self.ticket
+        first, end = int(ticket.uniques[:place].sum()), int(ticket.uniques[: place + 1].sum())
+        edges = bags.offsets[place * batch : (place + 1) * batch + 1]
+        own = Bags(
+            keys=bags.keys[mine],
+            offsets=edges - edges[0],
+            sample=bags.sample[mine],
+            feature=np.zeros(mine.stop - mine.start, np.int32),
+            position=None,
+            batch=batch,
+        )
+        share = TicketShare(
+            ticket,
+            homes=ticket.homes[mine],
+            inverse=np.maximum(ticket.inverse[mine] - np.int32(first), np.int32(-1)),  # which padding stays
+            unique_keys=ticket.unique_keys[first:end],
+            unique_slots=ticket.unique_slots[first:end],
+        )
+        group = cast("HostGroup", context.tables.placed.now.groups[0])
+        return HostGroupCall(group, own, context.options, cast("Ticket", share))
 
     def catch_up(self) -> Pass:
         """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
@@ -309,7 +337,7 @@ class HostGroupCall:
 
 
 class HostCall(Call):
-    """One forward of a module on the CPU."""
+    """One forward of a module on the CPU, or several."""
 
     parts: list[HostGroupCall]
 
@@ -342,8 +370,17 @@ class HostCall(Call):
 
     def blocks_of(self, batch: Batch, groups: Sequence[Group]) -> list[tuple[Array, Array, int | Planners | None]]:
         """What each group looks among: ids, int64 (N,), the checked edges of their bags, int64, and who plans them. All
-        groups look among the same, but where several tables plan as one."""
+        groups look among the same, but of several forwards each among those of its pool."""
         ids = batch.ids.numpy()
+        if self.form is not None:
+            found: list[tuple[Array, Array, int | Planners | None]] = []
+            for block, group in zip(self.form.blocks, groups, strict=True):
+                if isinstance(batch.offsets, EqualBags):
+                    edges = cast("EqualBags", block.bags).edges()
+                else:  # as they were checked and joined
+                    edges = batch.offsets.numpy()[block.edges]
+                found.append((ids[block.ids], edges, Planners(group.clients, np.array(block.starts))))
+            return found
         if isinstance(batch.offsets, EqualBags):
             edges = batch.offsets.edges()
         else:
@@ -416,14 +453,78 @@ class HostCall(Call):
         (part,) = self.parts
         part.weights = scale.numpy()
 
+    # --- of several forwards ------------------------------------------------------------------------------------------
+
+    def join(self, forwards: Sequence[Given]) -> Batch:
+        form, offsets = cast("BatchForm", self.form), dict[int, torch.Tensor]()
+
+        def join_edges(given: list[torch.Tensor]) -> torch.Tensor:
+            copies = {id(each): each.clone() for each in given}
+            offsets.update(zip(form.with_offsets, [copies[id(each)] for each in given], strict=True))
+            return self._join_edges(offsets)
+
+        batch = form.join(forwards, join_edges)
+        ids = torch.split(batch.ids, form.counts)
+        self.joined = [(each, offsets.get(number)) for number, each in enumerate(ids)]
+        return batch
+
+    def _join_edges(self, given: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The edges of all bags, int64 (F·B + pools,), of the offsets that were given, each int32 or int64 (B,)."""
+        assert self.form is not None
+        size = self.form.size
+        edges, checked = np.empty(self.form.edges, np.int64), set()
+        for number, (length, count) in enumerate(zip(self.form.lengths, self.form.counts, strict=True)):
+            which, place = self.form.where[number]
+            block = self.form.blocks[which]
+            of_block = edges[block.edges]
+            of_block[-1] = block.starts[-1]
+            its = of_block[place * size : (place + 1) * size]
+            if length >= 0:
+                its[:] = np.arange(size) * length
+            else:
+                offsets = given[number]
+                its[:] = offsets.numpy()
+                if (id(offsets), count) not in checked and not offsets_rise(its, size, count):
+                    raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
+                checked.add((id(offsets), count))
+            its += block.starts[place]
+        return torch.from_numpy(edges)
+
+    @ranged("lookup")
+    def pool_blocks(self) -> list[torch.Tensor]:
+        assert self.form is not None
+        dtype, found = self.context.tables.placed.now.config.output_dtype, []
+        for part, block in zip(self.parts, self.form.blocks, strict=True):
+            out = np.empty((len(block.positions) * self.batch, part.group.space.width), CARRIERS[dtype])
+            part.pool_below(out)
+            found.append(torch.from_numpy(out).view(dtype))
+        return found
+
+    def alone(self, block: int, place: int, context: CallContext) -> HostCall:
+        assert self.form is not None
+        made, starts = HostCall(context, self.batch), self.form.blocks[block].starts
+        made.ids = starts[place + 1] - starts[place]
+        made.parts = [self.parts[block].of_client(place, slice(*starts[place : place + 2]), context)]
+        return made
+
+    def catch_up_slice(self, forward: Forward) -> None:
+        forward.alone.catch_up()
+
+    def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
+        with self.context.tables.placed.now.rows.again():
+            return is_as_looked_up(block) and self.parts[block].keep_caught_up()
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
     @staticmethod
     def apply(collected: Collected) -> None:
-        joints, rest = by_joint(collected) if len(collected) > 1 else ([], [collected])
-        tables = [joint.context.tables for joint, _ in joints] + [calls[0][0].context.tables for calls in rest]
+        shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
+        tables = [forwards.call.context.tables for forwards, _ in shared]
+        tables += [calls[0][0].context.tables for calls in rest]
         todo: list[RowPass] = []
         with _rows_of(tables):
-            for joint, its in joints:
-                update = _joint_update(joint, its)
+            for forwards, its in shared:
+                update = _shared_update(forwards, its)
                 if update is None:
                     rest += [[pair] for pair in its]
                 else:
@@ -476,12 +577,12 @@ def no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
-def _joint_update(joint: JointCall, collected: Collected) -> RowPass | None:
-    """The update of all tables of a joint call in one pool as that of one batch, where their optimizers have the same
+def _shared_update(forwards: Forwards, collected: Collected) -> RowPass | None:
+    """The update of all tables of a call in one pool as that of one batch, where their optimizers have the same
     numbers. The caller holds the locks of the rows."""
-    whole, grads = joint.parts[collected[0][0].block], [grad.contiguous() for _, grad in collected]
-    history = whole.group.shared_history if joint.is_dense else None
-    if joint.is_dense and history is None:  # each table has taken steps of its own
+    whole, grads = forwards.call.parts[collected[0][0].block], [grad.contiguous() for _, grad in collected]
+    history = whole.group.shared_history if forwards.is_dense else None
+    if forwards.is_dense and history is None:  # each table has taken steps of its own
         return None
     numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
     if numbers is None:

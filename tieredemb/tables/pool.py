@@ -8,6 +8,7 @@ flushing and closing it, checkpoints.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.step_time import StepTime
-from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet, make_fault_report
+from tieredemb.tables.table_set import Derived, Kept, Place, Rows, TableSet, make_fault_report
 
 if TYPE_CHECKING:
     from tieredemb.tables.division import Division
@@ -111,14 +112,26 @@ class Pool(TableSet):
         return copied
 
 
+class Selection(TableSet):
+    """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
+    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. In what is not of each table
+    its config is that of the first pool."""
+
+    def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
+        self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
+        pools, numbers = zip(*of_pools, strict=True)
+        self.placed = Derived([pool.placed for pool in pools], _PlaceOfSeveral(numbers))
+        width = self.config.tables[0].embedding_dim
+        self.columns = np.array([0] * len(self.config.tables) + [width], np.int64)
+
+
 class Member(TableSet):
     """One table of a `pool`, number `number` of its tables, as a set of one. `optimizer`: of its own, whose rows are
     laid out as those of the pool's."""
 
     def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
-        self.pool = pool
-        self.number = number
-        self.placed = self._placed = _PlacedMember(pool, number, optimizer)
+        self.pool, self.number, self._optimizer = pool, number, optimizer
+        self.placed = Derived([pool.placed], functools.partial(_place_of_one, number, optimizer))
         self.columns = np.array([0, self.config.tables[0].embedding_dim], np.int64)
         self._replaced = 0
         self.step_time = pool.times
@@ -171,106 +184,59 @@ class Member(TableSet):
 
     def _copied(self) -> tuple[Any, ...]:
         parts, kept = self._copies()
-        return _rebuild_member, (self.pool, self.number, self._placed.optimizer, parts, kept)
+        return _rebuild_member, (self.pool, self.number, _own(self._optimizer, self.pool.config), parts, kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Member:
         with self.locked():
             parts, kept = self._copies()
-        pool = copy.deepcopy(self.pool, memo)
-        copied = memo[id(self)] = _rebuild_member(pool, self.number, self._placed.optimizer, parts, kept)
+        pool, optimizer = copy.deepcopy(self.pool, memo), _own(self._optimizer, self.pool.config)
+        copied = memo[id(self)] = _rebuild_member(pool, self.number, optimizer, parts, kept)
         return copied
 
 
-class Together(TableSet):
-    """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
-    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. In what is not of each table
-    its config is that of the first pool."""
-
-    def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
-        self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
-        self.placed = self._placed = _PlacedTogether(of_pools)
-        width = self.config.tables[0].embedding_dim
-        self.columns = np.array([0] * len(self.config.tables) + [width], np.int64)
-
-    @property
-    def block_faults(self) -> list[Any]:
-        """Where a GPU reports bad ids and offsets of each pool; None on the CPU."""
-        return self._placed.block_faults
+def _own(optimizer: OptimizerConfig | None, pool: TableSetConfig) -> OptimizerConfig | None:
+    """That of one table: its own, or the one that its pool was laid out for since."""
+    return optimizer if rows_of(optimizer) == rows_of(pool.optimizer) else pool.optimizer
 
 
-class _PlacedTogether(Placed):
-    """Where they are: where that is now, whatever has moved their pools."""
-
-    def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
-        self._pools = [pool.placed for pool, _ in of_pools]
-        self._numbers = [numbers for _, numbers in of_pools]
-        self._of: list[Place | None] = [None for _ in of_pools]
-        self._groups: list[Any] = [None for _ in of_pools]
-        self._now: Place | None = None
-        self.block_faults: list[Any] = [None for _ in of_pools]
-
-    @property
-    def now(self) -> Place:  # type: ignore[override]
-        if self._now is not None:
-            for pool, place in zip(self._pools, self._of, strict=True):
-                if pool.now is not place:
-                    break
-            else:
-                return self._now
-        there = [pool.now for pool in self._pools]
-        for at, (place, numbers) in enumerate(zip(there, self._numbers, strict=True)):
-            if place is not self._of[at]:
-                tables = tuple(place.config.tables[number] for number in numbers)
-                config = replace(place.config, tables=tables)
-                self._groups[at] = place.groups[0].of_tables(numbers, config)
-                self.block_faults[at] = faults = make_fault_report(config)
-                if faults is not None:
-                    place.other_faults.append(faults)
-        every = zip(there, self._numbers, strict=True)
-        names = tuple(place.config.tables[number] for place, numbers in every for number in numbers)
-        self._now = Place(replace(there[0].config, tables=names), self._groups, CacheStats())
-        self._of = [*there]
-        return self._now
-
-
-class _PlacedMember(Placed):
-    """Where a table of a pool is: where that is now, whatever has moved it."""
-
-    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
-        self._whole = pool.placed
-        self._of: Place | None = None
-        self._now: Place | None = None
-        self._number = number
-        self._optimizer = optimizer
-
-    @property
-    def now(self) -> Place:  # type: ignore[override]
-        there = self._whole.now
-        if self._of is not there or self._now is None:
-            self._now, self._of = self._place(there), there
-        return self._now
-
-    @property
-    def optimizer(self) -> OptimizerConfig | None:
-        """Of the table: its own, or the one that the pool was laid out for since."""
-        laid_out = self._whole.now.config.optimizer
-        return self._optimizer if rows_of(self._optimizer) == rows_of(laid_out) else laid_out
-
-    def _place(self, there: Place) -> Place:
-        tables = (there.config.tables[self._number],)
-        config = replace(there.config, tables=tables, apart=False, optimizer=self.optimizer)
-        place = Place(config, [there.groups[0].of_table(self._number, config)], self._counted())
-        place.other_faults = there.other_faults
-        return place
-
-    def _counted(self) -> CacheStats:
-        """By the cache of the place before; steps that rows were made to take are counted anew from here on."""
-        if self._now is None:
-            return CacheStats()
-        (group,) = self._now.groups
-        counted = self._now.earlier + group.counted + CacheStats(steps_replayed=group.steps_replayed)
+def _place_of_one(
+    number: int, optimizer: OptimizerConfig | None, there: Sequence[Place], before: Place | None
+) -> Place:
+    """That of one table of a pool. It has counted by the cache of the place before; steps that rows were made to take
+    are counted anew from here on."""
+    (pool,), counted = there, CacheStats()
+    if before is not None:
+        (group,) = before.groups
+        counted = before.earlier + group.counted + CacheStats(steps_replayed=group.steps_replayed)
         group.restart_counts()
-        return counted
+    own = _own(optimizer, pool.config)
+    config = replace(pool.config, tables=(pool.config.tables[number],), apart=False, optimizer=own)
+    place = Place(config, [pool.groups[0].of_table(number, config)], counted)
+    place.other_faults = pool.other_faults
+    return place
+
+
+class _PlaceOfSeveral:
+    """Makes that of tables of several pools, of which `numbers` each. A GPU reports bad ids and offsets in each by
+    itself. What it has made for a pool serves as long as that stays where it is."""
+
+    def __init__(self, numbers: Sequence[tuple[int, ...]]) -> None:
+        self._numbers = numbers
+        self._known: list[tuple[Place, Group, Any] | None] = [None] * len(numbers)
+
+    def __call__(self, there: Sequence[Place], before: Place | None) -> Place:
+        for at, (pool, numbers) in enumerate(zip(there, self._numbers, strict=True)):
+            known = self._known[at]
+            if known is None or known[0] is not pool:
+                config = replace(pool.config, tables=tuple(pool.config.tables[number] for number in numbers))
+                report = make_fault_report(config)
+                if report is not None:
+                    pool.other_faults.append(report)
+                self._known[at] = pool, pool.groups[0].of_tables(numbers, config), report
+        found = [known for known in self._known if known is not None]
+        groups, reports = [group for _, group, _ in found], [report for _, _, report in found if report is not None]
+        tables = tuple(table for group in groups for table in group.config.tables)
+        return Place(replace(there[0].config, tables=tables), groups, CacheStats(), reports)
 
 
 def _rebuild_pool(config: TableSetConfig, batch: int, policy: str, related: Related | None = None) -> Pool:

@@ -83,15 +83,23 @@ Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense
 
 
 class Place:
-    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, and steps that it
-    refuses, None on the CPU, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was
-    counted before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
+    """Where tables are. `groups`: by width · `reports`: where a GPU reports bad ids and offsets, and steps that it
+    refuses: one, or that of each group where these look among ids of their own; none on the CPU · `faults`: the first
+    one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
+    before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
     `again()`."""
 
-    def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
+    def __init__(
+        self,
+        config: TableSetConfig,
+        groups: Sequence[Group],
+        earlier: CacheStats,
+        reports: Sequence[Any] | None = None,
+    ) -> None:
         self.config = config
-        self.faults: Any = make_fault_report(config)
-        self.other_faults: list[Any] = [] if self.faults is None or not config.apart else [self.faults]
+        self.reports = [each for each in [make_fault_report(config)] if each] if reports is None else reports
+        self.faults: Any = self.reports[0] if self.reports else None
+        self.other_faults: list[Any] = list(self.reports) if config.apart and reports is None else []
         self.earlier = earlier
         self.groups: list[Group] = []
         self.add(*groups)
@@ -135,6 +143,29 @@ class Placed:
         """Closes what was opened, of which no row was used yet, and leaves it as it was."""
         for group in self.now.groups:
             group.cache.close()
+
+
+class Derived(Placed):
+    """A place that follows from those of others, whatever has moved these. `make`: makes it of where they are now, and
+    of what it was before."""
+
+    def __init__(self, sources: Sequence[Placed], make: Callable[[Sequence[Place], Place | None], Place]) -> None:
+        self._make = make
+        self._of: Sequence[tuple[Placed, Place | None]] = [(source, None) for source in sources]  # and where it was
+        self._now: Place | None = None
+
+    @property
+    def now(self) -> Place:  # type: ignore[override]
+        for source, place in self._of:
+            if source.now is not place:
+                break
+        else:
+            assert self._now is not None
+            return self._now
+        there = [source.now for source, _ in self._of]
+        self._now = self._make(there, self._now)
+        self._of = [(source, place) for (source, _), place in zip(self._of, there, strict=True)]
+        return self._now
 
 
 class PlaceLocks(Locks):

@@ -18,8 +18,8 @@ import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.pipeline.planned_calls import plan_calls
-from tieredemb.step import device_call, host_call, joint_call
-from tieredemb.step.joint_call import JointCall
+from tieredemb.step import device_call, forwards, host_call
+from tieredemb.step.forwards import Forwards
 
 ROWS = (300, 7, 50, 120)
 WIDTH, SAMPLES, STEPS = 8, 6, 14
@@ -53,23 +53,23 @@ def joined_on_gpu(gpu, monkeypatch):
 
 
 def count_joined(monkeypatch):
-    """Counts plans of several tables, by what they were of, and joint calls that an update was of."""
+    """Counts plans of several tables, by what they were of, and updates that were of all tables of a pool."""
     found = {"plans": [], "updates": 0}
-    make, by_joint = JointCall.__init__, joint_call.by_joint
+    make, by_call = Forwards.__init__, forwards.by_call
 
-    def made(self, context, *given):
-        first, *others = [numbers for _, numbers in context.tables.of_pools]
+    def made(self, call, contexts):
+        first, *others = [numbers for _, numbers in call.context.tables.of_pools]
         found["plans"].append((first, *others) if others else first)
-        make(self, context, *given)
+        make(self, call, contexts)
 
     def looked_for(collected):
-        joints, rest = by_joint(collected)
-        found["updates"] += len(joints)
-        return joints, rest
+        shared, rest = by_call(collected)
+        found["updates"] += len(shared)
+        return shared, rest
 
-    monkeypatch.setattr(JointCall, "__init__", made)
+    monkeypatch.setattr(Forwards, "__init__", made)
     for part in (device_call, host_call):
-        monkeypatch.setattr(part, "by_joint", looked_for)
+        monkeypatch.setattr(part, "by_call", looked_for)
     return found
 
 

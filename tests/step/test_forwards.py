@@ -1,5 +1,5 @@
 """The autograd node of forwards that are looked up as one: what it collects, and what keeps it. On the CPU, without
-tables: those are in test_joint_calls."""
+tables: those are in test_grouped_calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tieredemb.errors import BackwardError
 from tieredemb.step.call import LOOKUP, Calls
-from tieredemb.step.host_joint_call import HostJointCall
+from tieredemb.step.forwards import Forwards
 
 FORWARDS, SAMPLES, WIDTH = 4, 2, 3
 
@@ -31,14 +31,14 @@ class Forward:
 
     within, consumed, requested, block = None, False, None, 0
 
-    def __init__(self, position, backward_pass, joint=None):
-        self.position, self.joint = position, joint
+    def __init__(self, position, backward_pass, forwards=None):
+        self.position, self.forwards = position, forwards
         updater = types.SimpleNamespace(optimizer=types.SimpleNamespace(is_there=True))
         self.context = types.SimpleNamespace(backward_pass=backward_pass, check_trainable=lambda: None, updater=updater)
 
     def __del__(self):
-        if self.joint is not None:
-            self.joint.release_part(self.position)
+        if self.forwards is not None:
+            self.forwards.release_part(self.position)
 
 
 @pytest.fixture
@@ -106,28 +106,31 @@ def test_a_backward_that_builds_a_graph_collects_as_another(node):
 # --- what keeps it ----------------------------------------------------------------------------------------------------
 
 
-class Joint(HostJointCall):
-    """A joint call whose rows are zeros. `changed`: whether rows have, since the first forward."""
+class Zeros:
+    """A call of several forwards whose rows are zeros. `cache`: whose `rows_version` tells when they have changed."""
+
+    number, gpu, released = 0, -1, 0
 
     def __init__(self):
-        self.count, self.batch, self.released, self.changed = FORWARDS, SAMPLES, 0, False
-        self.number, self.is_dense = 0, False
-        self.form = types.SimpleNamespace(where=[(0, position) for position in range(FORWARDS)])
-        self._forget_parts()
-        self._rows = torch.zeros(FORWARDS, SAMPLES, WIDTH).unbind()
+        self.context = types.SimpleNamespace(is_dense=False)
+        block = types.SimpleNamespace(positions=range(FORWARDS))
+        where = [(0, position) for position in range(FORWARDS)]
+        self.form = types.SimpleNamespace(size=SAMPLES, counts=[SAMPLES] * FORWARDS, where=where, blocks=[block])
+        self.cache = types.SimpleNamespace(rows_version=0)
+        self.parts = [types.SimpleNamespace(group=types.SimpleNamespace(cache=self.cache))]
 
-    def _is_as_looked_up(self, block):
-        return not self.changed
+    def pool_blocks(self):
+        return [torch.zeros(FORWARDS * SAMPLES, WIDTH)]
 
     def release(self):
         self.released += 1
 
 
 @pytest.fixture
-def joint():
+def forwards():
     gc.collect()
     gc.disable()
-    made = Joint()
+    made = Forwards(Zeros(), [])
     yield made
     made.release_part(*range(FORWARDS))  # as a plan is given up: outputs of forwards that never came keep the call
     gc.enable()
@@ -136,54 +139,54 @@ def joint():
 HOOK = torch.zeros(0, requires_grad=True)
 
 
-def output(joint, position):
-    return joint.output_of(Forward(position, Pass(), joint), HOOK)
+def output(forwards, position):
+    return forwards.output_of(Forward(position, Pass(), forwards), HOOK)
 
 
 @pytest.mark.parametrize("without", range(FORWARDS + 1))
-def test_a_call_ends_with_its_last_output_whichever_had_gradients(joint, without):
+def test_a_call_ends_with_its_last_output_whichever_had_gradients(forwards, without):
     for position in range(without):
-        part = Forward(position, Pass(), joint)
-        assert not joint.rows_of(position).requires_grad
+        part = Forward(position, Pass(), forwards)
+        assert not forwards.rows_of(position).requires_grad
         del part
-    outputs = [output(joint, position) for position in range(without, FORWARDS)]
+    outputs = [output(forwards, position) for position in range(without, FORWARDS)]
     assert all(each.requires_grad for each in outputs)
-    assert joint.released == (without == FORWARDS)
+    assert forwards.call.released == (without == FORWARDS)
     del outputs
-    assert joint.released == 1
-    assert joint._node is None
+    assert forwards.call.released == 1
+    assert forwards._node is None
 
 
-def test_outputs_of_forwards_that_never_come_end_with_those_that_are_given_up(joint):
-    outputs = [output(joint, position) for position in range(2)]
-    joint.release_part(2, 3)
-    assert joint.released == 0
+def test_outputs_of_forwards_that_never_come_end_with_those_that_are_given_up(forwards):
+    outputs = [output(forwards, position) for position in range(2)]
+    forwards.release_part(2, 3)
+    assert forwards.call.released == 0
     del outputs
-    assert joint.released == 1
+    assert forwards.call.released == 1
 
 
-def test_a_forward_that_came_ends_amid_the_end_of_the_others(joint):
+def test_a_forward_that_came_ends_amid_the_end_of_the_others(forwards):
     """With the last output that was left the node goes, and with that the forward, which releases its own part."""
-    output(joint, 0)
-    joint.release_part(1, 2, 3, 0)
-    assert joint.released > 0
-    assert joint._node is None
+    output(forwards, 0)
+    forwards.release_part(1, 2, 3, 0)
+    assert forwards.call.released > 0
+    assert forwards._node is None
 
 
-def test_all_come_of_one_node(joint):
-    outputs = [output(joint, position) for position in (2, 0, 3)]
+def test_all_come_of_one_node(forwards):
+    outputs = [output(forwards, position) for position in (2, 0, 3)]
     assert len({each.grad_fn for each in outputs}) == 1
-    assert joint.rows_of(1).requires_grad is False
+    assert forwards.rows_of(1).requires_grad is False
 
 
-def test_a_forward_is_looked_up_by_itself_once_rows_have_changed(joint):
-    first = output(joint, 0)
-    joint.changed = True
-    assert output(joint, 1) is None
+def test_a_forward_is_looked_up_by_itself_once_rows_have_changed(forwards):
+    first = output(forwards, 0)
+    forwards.call.cache.rows_version += 1
+    assert output(forwards, 1) is None
     assert first.requires_grad
 
 
-def test_no_output_is_handed_out_twice(joint):
-    first = output(joint, 0)
-    assert output(joint, 0) is None
+def test_no_output_is_handed_out_twice(forwards):
+    first = output(forwards, 0)
+    assert output(forwards, 0) is None
     del first

@@ -1,9 +1,10 @@
-"""Batches of several tables that are planned as one. What they have alike, where shapes and dtypes are those of batches
-before, was checked with those: the values are all that is new."""
+"""Batches of several tables that are planned as one. What they have in common, where shapes and dtypes are those of
+batches before, was checked with those: the values are all that is new."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 MOST_FORMS = 8  # of one choice of tables, those used last
 
 
-def form_key(forwards: Sequence[Given]) -> tuple[object, ...]:
-    """What tensors show of the form of batches: shapes, strides, dtypes and devices."""
+def signature_of(forwards: Sequence[Given]) -> tuple[object, ...]:
+    """Shapes, strides, dtypes and devices of the inputs: batches of which these are equal have one form."""
     found: list[object] = []
     for given in forwards:
         for part in given:
@@ -55,12 +56,12 @@ class Block(NamedTuple):
     edges: slice
 
 
-class JointForm:
-    """What `batches` have alike that `may_join`, of which so many are of each pool as `sizes` says. `size`: their
+class BatchForm:
+    """What `batches` that `may_join` have in common, of which so many are of each pool as `sizes` says. `size`: their
     samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets ·
     `with_offsets`: which those are · `blocks`: of each pool · `where`: of each its block, and its place there ·
     `is_equal`: whether the bags of each block are of one length, so that no edges are joined ·
-    `layout`: tells forms of as many ids and samples apart · `parts`: the same as `join_edges` takes it."""
+    `layout`: tells forms of as many ids and samples apart."""
 
     def __init__(self, batches: Sequence[Batch], sizes: Sequence[int]) -> None:
         self.size = batches[0].size
@@ -76,7 +77,6 @@ class JointForm:
         self.is_equal = all(block.bags is not None for block in self.blocks)
         self.edges = len(batches) * self.size + len(self.blocks)
         self.layout = tuple((block.ids.stop, block.bags if self.is_equal else None) for block in self.blocks)
-        self.parts = self._parts()
 
     def _block(self, number: int, positions: range) -> Block:
         first, starts = sum(self.counts[: positions.start]), [0]
@@ -88,7 +88,9 @@ class JointForm:
         bags = EqualBags(len(positions) * size, length) if is_equal else None
         return Block(positions, slice(first, first + starts[-1]), starts, bags, edges)
 
-    def _parts(self) -> tuple[int, ...]:
+    @functools.cached_property
+    def joined(self) -> tuple[int, ...]:
+        """The same as `join_edges` takes it."""
         starts = [start for block in self.blocks for start in block.starts[:-1]]
         given = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(self.lengths)]
         ends = [-1] * len(starts)
@@ -109,29 +111,29 @@ class JointForm:
         return Batch(ids, bags, self.edges, True, self.size, None, (ids,))
 
 
-class JointForms:
-    """Those of one choice of tables, by what tensors show (`form_key`)."""
+class BatchForms:
+    """Those of one choice of tables, by `signature_of` the inputs."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None
-        self._known: OrderedDict[Any, JointForm] = OrderedDict()
+        self._known: OrderedDict[Any, BatchForm] = OrderedDict()
 
-    def get(self, shown: Any, place: Place) -> JointForm | None:
-        """That of batches in which tensors show that; None where such were not checked, of tables where they are."""
+    def get(self, signature: Any, place: Place) -> BatchForm | None:
+        """That of batches of that signature; None where such were not checked, of tables where they are."""
         if self._place is None or self._place() is not place:
             return None
-        found = self._known.get(shown)
+        found = self._known.get(signature)
         if found is not None:
             with contextlib.suppress(KeyError):  # another thread may have put others in its place
-                self._known.move_to_end(shown)
+                self._known.move_to_end(signature)
         return found
 
-    def put(self, shown: Any, place: Place, form: JointForm) -> None:
-        """Batches in which tensors show that were checked, and are of that form."""
+    def put(self, signature: Any, place: Place, form: BatchForm) -> None:
+        """Batches of that signature were checked, and are of that form."""
         if self._place is None or self._place() is not place:
             self._place = weakref.ref(place)
             self._known.clear()
-        self._known[shown] = form
+        self._known[signature] = form
         with contextlib.suppress(KeyError):
             if len(self._known) > MOST_FORMS:
                 self._known.popitem(last=False)
