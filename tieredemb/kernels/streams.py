@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -68,6 +68,30 @@ def current_stream(index: int | None = None) -> torch.cuda.Stream:
             stream_id=stream_id, device_index=device_index, device_type=device_type
         )
     return stream
+
+
+def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]], name: str = "beside") -> None:
+    """Calls the functions, which do not need each other, one after the other. Inside a capture what they launch may run
+    at the same time: what the first one launches on the current stream, what the others do each on one beside it, which
+    the current stream then waits for. Eagerly events would cost the host more than the device gains. `name`: of these
+    streams; what is captured on several branches of a graph takes names of its own, or the branches would wait."""
+    if len(functions) < 2 or not torch.cuda.is_current_stream_capturing():
+        for function in functions:
+            function()
+        return
+    main, begun, beside = current_stream(), torch.cuda.Event(), list[torch.cuda.Stream]()  # type: ignore[no-untyped-call]
+    begun.record(main)
+    try:
+        functions[0]()
+        for number, function in enumerate(functions[1:]):
+            stream = side_stream(device, main.priority, f"{name} {number}")
+            begun.wait(stream)
+            beside.append(stream)
+            with on_stream(stream):
+                function()
+    finally:  # a capture ends with the error that has come, not with one about a stream
+        for stream in beside:
+            main.wait_stream(stream)
 
 
 class on_stream:  # noqa: N801 - it reads as the context manager that it is

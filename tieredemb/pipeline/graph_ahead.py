@@ -24,7 +24,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.kernels.streams import on_device, on_stream, own_stream
+from tieredemb.kernels.streams import on_device, on_stream, own_stream, side_by_side
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn, TurnGraph, states_of
@@ -187,13 +187,12 @@ class StepAhead(Generic[R]):
         """Begins to bring in what the last plan has missed, on the stream that is current; what has to come before the
         next plan comes on one of its own, or on the one for plans. Returns the caches."""
         caches = [cache for cache in given if isinstance(cache, DeviceCache)]
-        for cache in caches:
-            cache.place_last()
+        device = self._step.device
+        side_by_side(device, [cache.place_last for cache in caches], "bringing")
         self._settles.wait_stream(torch.cuda.current_stream())
         with on_stream(self._settles):
-            for cache in caches:
-                cache.publish_last()
-        for cache in caches:
+            side_by_side(device, [cache.publish_last for cache in caches], "settling")
+        for cache in caches:  # each takes all that the way to cold storage has, and leaves the rest to what computes
             cache.complete_last()
         return caches
 

@@ -10,7 +10,7 @@ import torch
 
 from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
-from tieredemb.kernels.streams import current_stream, on_device, synchronize
+from tieredemb.kernels.streams import current_stream, on_device, side_by_side, synchronize
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
 from tieredemb.lookup.device_bags import (
@@ -135,22 +135,30 @@ class DeviceCall(Call):
         # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
         if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
             given = groups[0].cache.aside(functools.partial(self._find_bags, groups, blocks))
-        else:
+        elif self.form is None:
             self._find_bags(groups, blocks)
+        else:  # each with its plan
+            self.memory.words.zero_()
         if tables.config.check_ids == "always":
             _check_at_once(tables, ids.device)
         try:
             for group in groups if ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
-            memory, of_groups = self.memory, [ages] * len(groups) if isinstance(ages, bool) else ages
-            parts = zip(groups, memory.bags, memory.segments, memory.trained, blocks, of_groups, strict=True)
-            for group, bags, segments, trained, (its, _), is_later in parts:
-                samples = bags.batch if self.memory.own_bag is None else self.rows
+            of_groups = [ages] * len(groups) if isinstance(ages, bool) else ages
+
+            def plan(g: int) -> None:
+                group, memory, (its, edges) = groups[g], self.memory, blocks[g]
+                if self.form is not None and given is None:
+                    self._find_its_bags(g, group, its, edges)
+                samples = memory.bags[g].batch if memory.own_bag is None else self.rows
                 part = DeviceGroupCall(
-                    group, bags, self.context.options, segments, trained, self.memory.own_bag, samples
-                )
-                part.plan(its, scored=scored, ages=is_later, given=given, ahead=ahead)
+                    group, memory.bags[g], self.context.options, memory.segments[g], memory.trained[g], memory.own_bag,
+                    samples,
+                )  # fmt: skip
+                part.plan(its, scored=scored, ages=of_groups[g], given=given, ahead=ahead)
                 self.parts.append(part)
+
+            side_by_side(ids.device, [functools.partial(plan, g) for g in range(len(groups))])
         except BaseException:
             self.release()
             if given is not None:
@@ -179,20 +187,26 @@ class DeviceCall(Call):
         return [report.address for report in self.context.tables.placed.now.reports]
 
     def _find_bags(self, groups: list[DeviceGroup], blocks: Sequence[tuple[torch.Tensor, Edges]]) -> None:
-        memory, addresses = self.memory, self.addresses()
+        memory = self.memory
         memory.words.zero_()
-        dropped = not self.context.options.plans_padding
-        for g, (group, bags, (ids, edges)) in enumerate(zip(groups, memory.bags, blocks, strict=True)):
-            address = addresses[g if self.blocks > 1 else 0]
-            report = memory.reports[g].data_ptr() if self.tells_later else address
-            fault, space = memory.faults[g], group.device_space
-            find_device_bags(bags, ids, edges, space, fault, report, memory.places, padding_is_dropped=dropped)
+        for g, (group, (ids, edges)) in enumerate(zip(groups, blocks, strict=True)):
+            self._find_its_bags(g, group, ids, edges)
         if memory.own_bag is not None:
             (bags,) = memory.bags
             if self.stack is None or self.stack.is_plain:
                 number_one_by_one(bags, memory.own_bag)
             else:
                 number_below(bags, memory.own_bag, self.stack.row, self.stack.rows)
+
+    def _find_its_bags(self, g: int, group: DeviceGroup, ids: torch.Tensor, edges: Edges) -> None:
+        """Those of one group, of number `g`."""
+        memory, dropped = self.memory, not self.context.options.plans_padding
+        address = self.addresses()[g if self.blocks > 1 else 0]
+        report = memory.reports[g].data_ptr() if self.tells_later else address
+        find_device_bags(
+            memory.bags[g], ids, edges, group.device_space, memory.faults[g], report, memory.places,
+            padding_is_dropped=dropped,
+        )  # fmt: skip
 
     @property
     def tickets(self) -> list[DeviceTicket]:
@@ -288,8 +302,13 @@ class DeviceCall(Call):
         self, outs: Sequence[torch.Tensor], weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool
     ) -> None:
         """Writes the outputs. `keep_argmax`, `keep_rows`: what a backward will want to know of the forward."""
-        for g, part in enumerate(self.parts):
-            part.pool(outs[g if self.blocks > 1 else 0], weights, keep_argmax=keep_argmax, keep_rows=keep_rows)
+        lookups = [
+            functools.partial(
+                part.pool, outs[g if self.blocks > 1 else 0], weights, keep_argmax=keep_argmax, keep_rows=keep_rows
+            )
+            for g, part in enumerate(self.parts)
+        ]
+        side_by_side(outs[0].device, lookups)
         for part in self.parts:
             part.join()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +12,7 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten
 from tieredemb.errors import InvalidInputError
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, side_by_side
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
@@ -213,8 +214,11 @@ def _update_shared(tables: TableSet, calls: Sequence[DeviceCall], updates: Seque
         overflow = [each.whole.cache.overflow(each.tickets) for each in updates]
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
-            for each, its_options, away, its in zip(updates, options, overflow, grads, strict=True):
-                each.launch(its_options, away, its)
+            launches = [
+                functools.partial(each.launch, its_options, away, its)
+                for each, its_options, away, its in zip(updates, options, overflow, grads, strict=True)
+            ]
+            side_by_side(tables.config.device, launches)
 
         grads, kept = [each.grads for each in updates], [*options]
         for each in updates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -65,20 +65,26 @@ class Planned:
     which tables, by their identity · `seen`: of each its inputs as they were, None once it has come · `count`: how many
     they are · `left`: how many of them have not come."""
 
-    def __init__(self, forwards: Sequence[tuple[TableSet, Given]], future: Future[Any]) -> None:
+    def __init__(
+        self,
+        forwards: Sequence[tuple[TableSet, Given]],
+        future: Future[Any],
+        seen: Sequence[list[Any]] | None = None,
+    ) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
         # of a tensor: itself, its address, its version (−1 in inference mode, where none is counted), shape, strides
-        self.seen: list[list[Any] | None] = []
-        for _, given in forwards:
-            seen: list[Any] = []
+        self.seen: list[list[Any] | None] = [] if seen is None else [*seen]
+        for _, given in forwards if seen is None else ():
+            its: list[Any] = []
             for each in given:
                 if isinstance(each, torch.Tensor):
                     version = -1 if each.is_inference() else each._version
-                    seen.append((each, each.data_ptr(), version, each.shape, each.stride()))
+                    its.append((each, each.data_ptr(), version, each.shape, each.stride()))
                 else:
-                    seen.append(each)
-            self.seen.append(seen)
+                    its.append(each)
+            self.seen.append(its)
+        self._in_place: list[list[Any]] | None = None  # what they were, for `again`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
         self._call: Call | None = None  # while some are left, once the plan has come to its end
@@ -110,8 +116,20 @@ class Planned:
         return self.future.result()
 
     def again(self, call: Call) -> Planned:
-        """The same forwards, which a replay has planned anew as `call`."""
-        return Planned(self._forwards, Made(call))
+        """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
+        versions are others."""
+        if self._in_place is None:
+            self._in_place = cast("list[list[Any]]", Planned(self._forwards, self.future).seen)
+        seen = []
+        for its in self._in_place:
+            now: list[Any] = []
+            for part in its:
+                if type(part) is tuple:
+                    tensor, address, version, shape, stride = part
+                    part = tensor, address, version if version < 0 else tensor._version, shape, stride
+                now.append(part)
+            seen.append(now)
+        return Planned(self._forwards, Made(call), seen)
 
     def wait(self) -> None:
         """Waits until planning has come to an end, if to an error."""
