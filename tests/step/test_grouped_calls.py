@@ -335,18 +335,27 @@ USES = {
 class TwoWidths(nn.Module):
     """Tables of two widths, each of which has a cache of its own."""
 
+    widths = (8, 4, 8, 4)
+
     def __init__(self, kind="equal"):
         super().__init__()
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(rows, (8, 4)[number % 2], mode="sum", padding_idx=1 if kind == "padding" else None)
-            for number, rows in enumerate(ROWS)
+            nn.EmbeddingBag(rows, width, mode="sum", padding_idx=1 if kind == "padding" else None)
+            for rows, width in zip(ROWS, self.widths, strict=True)
         )
 
     def forward(self, batch):
         return [table(*inputs) for table, inputs in zip(self.tables, batch, strict=True)]
 
 
+class LoneWidths(TwoWidths):
+    """A table alone of each of two widths, beside two of another one."""
+
+    widths = (8, 4, 8, 16)
+
+
 OF_TWO_WIDTHS = ((0, 1), (0, 1))  # two tables of each
+OF_LONE_WIDTHS = ((0, 1), (0,), (0,))
 OPTIMIZERS = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, capturable=True),
@@ -354,9 +363,9 @@ OPTIMIZERS = {
 }
 
 
-def of_two_widths(kind, optimizer, capacity=0.5):
+def of_two_widths(kind, optimizer, capacity=0.5, model=TwoWidths):
     torch.manual_seed(0)
-    model = TwoWidths(kind)
+    model = model(kind)
     trained = OPTIMIZERS[optimizer](list(model.parameters()))
     te.replace_embedding_bags(model, capacity=capacity, optimizer=trained)
     return model, trained
@@ -375,13 +384,26 @@ def test_tables_of_several_widths_are_planned_as_one_and_updated_by_width(joined
     assert joined["updates"] == 2 * (STEPS - 1)
 
 
+@parametrize_pairs(optimizer=[*OPTIMIZERS], kind=["equal", "mixed"], capacity=CAPACITIES)
+def test_a_width_of_one_table_is_planned_with_the_others(joined, optimizer, kind, capacity):
+    apart = train(*of_two_widths(kind, optimizer, capacity, LoneWidths), lambda _: given(kind))
+    assert not joined["plans"]
+    assert_same_bits(train(*of_two_widths(kind, optimizer, capacity, LoneWidths), ahead(kind)), apart)
+    assert joined["plans"] == [OF_LONE_WIDTHS] * (STEPS - 1)
+    assert joined["updates"] == 3 * (STEPS - 1)
+
+
 @pytest.mark.parametrize("fetched", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_captured_steps_of_several_widths(joined_on_gpu, optimizer, fetched):
-    apart = train(*of_two_widths("equal", optimizer), lambda _: given("equal", 2 * STEPS))
+@parametrize_pairs(
+    optimizer=[*OPTIMIZERS], of=[(TwoWidths, OF_TWO_WIDTHS), (LoneWidths, OF_LONE_WIDTHS)], capacity=[1, 60, 0.5]
+)
+def test_captured_steps_of_several_widths(joined_on_gpu, optimizer, of, capacity, fetched):
+    model, plans = of
+    apart = train(*of_two_widths("equal", optimizer, capacity, model), lambda _: given("equal", 2 * STEPS))
     many = ahead("equal", 1, 2 * STEPS) if fetched else lambda _: given("equal", 2 * STEPS)
-    assert_same_bits(train(*of_two_widths("equal", optimizer), many, seen=te.graph_step), apart)
-    assert set(joined_on_gpu["plans"]) == {OF_TWO_WIDTHS}
+    captured = train(*of_two_widths("equal", optimizer, capacity, model), many, seen=te.graph_step)
+    assert_same_bits(captured, apart)
+    assert set(joined_on_gpu["plans"]) == {plans}
     assert joined_on_gpu["updates"] > 0
 
 

@@ -132,7 +132,7 @@ def _sets(
             rounding=settings.rounding,
             output_dtype=settings.place(weight).output_dtype,
         )
-        config = replace(config, optimizer=assigned[members[0].name].config, apart=len(members) > 1)
+        config = replace(config, optimizer=assigned[members[0].name].config, apart=len(found) > 1)
         sets.append((config, members))
     return sets
 

@@ -114,15 +114,15 @@ class Pool(TableSet):
 
 class Selection(TableSet):
     """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
-    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. In what is not of each table
-    its config is that of the first pool."""
+    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. Its config is that of those of
+    the first pool: names are those of a pool alone."""
 
     def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
         self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
         pools, numbers = zip(*of_pools, strict=True)
         self.placed = Derived([pool.placed for pool in pools], _PlaceOfSeveral(numbers))
-        width = self.config.tables[0].embedding_dim
-        self.columns = np.array([0] * len(self.config.tables) + [width], np.int64)
+        count, width = sum(map(len, numbers)), self.config.tables[0].embedding_dim
+        self.columns = np.array([0] * count + [width], np.int64)
 
 
 class Member(TableSet):
@@ -235,8 +235,7 @@ class _PlaceOfSeveral:
                 self._known[at] = pool, pool.groups[0].of_tables(numbers, config), report
         found = [known for known in self._known if known is not None]
         groups, reports = [group for _, group, _ in found], [report for _, _, report in found if report is not None]
-        tables = tuple(table for group in groups for table in group.config.tables)
-        return Place(replace(there[0].config, tables=tables), groups, CacheStats(), reports)
+        return Place(groups[0].config, groups, CacheStats(), reports)
 
 
 def _rebuild_pool(config: TableSetConfig, batch: int, policy: str, related: Related | None = None) -> Pool:
