@@ -746,6 +746,46 @@ def test_wrong_offsets_are_told_as_those_of_one_table(joined, wrong, told, table
     assert len(joined["plans"]) == 3
 
 
+class Histories(nn.Module):
+    """Tables of three widths, of which two are looked up by one id a sample, and two by a sequence of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows, width in zip(ROWS, (8, 8, 4, 16), strict=True))
+
+    def forward(self, batch):
+        inputs = [ids if number % 2 else ids[:, 0] for number, (ids,) in enumerate(batch)]
+        return [table(ids) for table, ids in zip(self.tables, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_single_ids_and_sequences_are_planned_as_one_each(joined, optimizer):
+    """Whatever widths they have: once their batches have not fitted each other, those that do are planned as one."""
+
+    def run(batches):
+        torch.manual_seed(0)
+        model = Histories()
+        trained = OPTIMIZERS[optimizer](list(model.parameters()))
+        te.replace_embedding_bags(model, capacity=60, optimizer=trained)
+        return train(model, trained, batches)
+
+    apart = run(lambda _: given("equal"))
+    assert not joined["plans"]
+    assert_same_bits(run(ahead("equal")), apart)
+    pairs = len(joined["plans"]) // 2
+    assert pairs >= STEPS // 2
+    assert joined["plans"] == [((0,), (0,)), ((1,), (0,))] * pairs  # the second batch does not fit
+    assert joined["updates"] >= 3 * pairs
+
+
+def test_a_batch_without_ids_parts_nobody(joined):
+    model, _ = of_two_widths("equal", "Adagrad in backward")
+    empty = tuple((torch.empty((0, 2), dtype=torch.int64),) for _ in ROWS)
+    for batch in te.prefetch([*given("equal", 3), empty, *given("equal", 3)], model):
+        model(batch)
+    assert joined["plans"] == [OF_TWO_WIDTHS] * 5
+
+
 def test_what_does_not_fit_together_is_planned_apart(joined):
     """Samples that differ in number, no ids at all, and bags whose end is named."""
     model, _ = converted("equal", 60, te.Adagrad(lr=0.1))

@@ -1,7 +1,5 @@
 """Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are, and of
 related pools, which have tables of other widths.
-
-A plan group is what one plan is of: several forwards, or a single one that has nobody to join.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate, chain, islice, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from tieredemb.errors import TieredEmbError
@@ -17,22 +15,44 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, seen_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member, Pool, Related
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from tieredemb.step.batch import Given
+    from tieredemb.step.batch import Batch, Given
     from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.forwards import Forwards
-    from tieredemb.tables.table_set import Place, Placed
+    from tieredemb.tables.table_set import Place, Placed, TableSet
 
-PlanGroup = list[LookupSpec]
 PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
 PlanAlone = Callable[..., Planned]  # one forward, by what it looks up, `ages` and `memory`
+
+
+class PlanGroup:
+    """What one plan is of: several forwards, or a single one that has nobody to join. `positions`: theirs in a batch ·
+    `modules`: of whom, in the order of the tables · `pools`: of several the tables, by pool, and `starts`: where those
+    of each begin among them, and the first one."""
+
+    def __init__(self, positions: Sequence[int], modules: Sequence[LookupModule]) -> None:
+        self.positions = positions
+        self.modules = modules
+        self.pools: list[tuple[Pool, tuple[int, ...]]] = []
+        self.starts: list[tuple[int, Member]] = []
+        if len(modules) > 1:
+            of: dict[Pool, list[int]] = {}
+            for at, module in enumerate(modules):
+                tables = cast("Member", module.tables)
+                if tables.pool not in of:
+                    self.starts.append((at, tables))
+                of.setdefault(tables.pool, []).append(tables.number)
+            self.pools = [(pool, tuple(numbers)) for pool, numbers in of.items()]
+
+
+Its = tuple[PlanGroup, list[LookupSpec]]  # a group, and its forwards of one batch
 
 
 class PlanGroups:
@@ -41,25 +61,25 @@ class PlanGroups:
     def __init__(self) -> None:
         self._of: list[tuple[LookupModule, bool]] = []
         self._where: list[tuple[Placed, weakref.ref[Place]]] = []  # the tables were then
-        self._fitting: list[Related] = []  # whose tables were planned as one across pools
-        self._positions: list[list[int]] = []
+        self._related: list[tuple[Related, int]] = []  # and which of them had batches that fit each other
+        self._groups: list[PlanGroup] = []
 
-    def of(self, lookups: Sequence[LookupSpec]) -> list[PlanGroup]:
-        """The plan groups of one batch, in the order of their first forwards; in each that of the tables."""
+    def of(self, lookups: Sequence[LookupSpec]) -> list[Its]:
+        """Those of one batch, in the order of their first forwards."""
         now = [(module, trains) for module, _, trains in lookups]
-        is_other = now != self._of or False in [related.fits for related in self._fitting]
+        is_other = now != self._of or False in [related.splits == splits for related, splits in self._related]
         if is_other or any(placed.now is not there() for placed, there in self._where):
             wholes = dict.fromkeys(module.tables.whole for module, _ in now)
             self._where = [(whole.placed, weakref.ref(whole.placed.now)) for whole in wholes]
             those = {whole.related for whole in wholes if whole.related is not None}
-            self._fitting = [related for related in those if related.fits]
-            self._positions = _grouped([(module, trains and module.is_trainable) for module, trains in now])
+            self._related = [(related, related.splits) for related in those]
+            self._groups = _grouped([(module, trains and module.is_trainable) for module, trains in now])
             self._of = now
-        return [[lookups[position] for position in positions] for positions in self._positions]
+        return [(group, [lookups[position] for position in group.positions]) for group in self._groups]
 
 
-def _grouped(forwards: Sequence[tuple[LookupModule, bool]]) -> list[list[int]]:
-    """The forwards that are planned as one, by position."""
+def _grouped(forwards: Sequence[tuple[LookupModule, bool]]) -> list[PlanGroup]:
+    """The forwards that are planned as one."""
     groups: dict[Hashable, list[int]] = {}
     tables = set()
     for position, (module, trains) in enumerate(forwards):
@@ -69,7 +89,8 @@ def _grouped(forwards: Sequence[tuple[LookupModule, bool]]) -> list[list[int]]:
             tables.add(module.tables)
             key = alike
         groups.setdefault(key, []).append(position)
-    return [sorted(group, key=lambda position: _place(forwards[position][0])) for group in groups.values()]
+    found = [sorted(each, key=lambda position: _place(forwards[position][0])) for each in groups.values()]
+    return [PlanGroup(positions, [forwards[position][0] for position in positions]) for positions in found]
 
 
 def _place(module: LookupModule) -> tuple[int, int]:
@@ -93,11 +114,11 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
         return None
     config, related = tables.config, tables.pool.related
     kind = config.device, config.dtype, config.output_dtype, config.check_ids, group.is_dense
-    return id(related), kind, -1 if related.fits else tables.pool.order, module.options, trains
+    return id(related), kind, related.part_of.get(_place(module), 0), module.options, trains
 
 
 def plan_groups(
-    groups: Sequence[PlanGroup],
+    groups: Sequence[Its],
     plan_alone: PlanAlone,
     made: list[PlannedGroup],
     memories: Sequence[Any] = (),
@@ -108,15 +129,17 @@ def plan_groups(
     """Plans the plan groups of one batch and puts them down in `made` one by one: an interrupt finds those that were.
     `plan_alone`: plans a single forward · `memories`: of each group in turn, where to plan · `executor_of`: where plans
     of several forwards are made, which is else here, on the stream that is current · `ahead`: see `Call.plan`."""
-    ages = iter(ages_of([lookup for group in groups for lookup in group]))
-    for group, memory in zip(groups, chain(memories, repeat(None)), strict=False):
-        its = list(islice(ages, len(group)))
-        if len(group) > 1:
-            executor = None if executor_of is None else executor_of(group[0].module)
-            if _plan_as_one(group, made, executor, ages=its, ahead=ahead, memory=memory):
+    ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
+    for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
+        its = list(islice(ages, len(lookups)))
+        if len(lookups) > 1:
+            executor, of_pools = None if executor_of is None else executor_of(group.modules[0]), group.starts
+            if _plan_as_one(
+                group, lookups, made, executor, [its[at] for at, _ in of_pools], ahead=ahead, memory=memory
+            ):
                 continue
-        for lookup, is_later in zip(group, its, strict=True):
-            planned = plan_alone(lookup, ages=is_later, memory=memory if len(group) == 1 else None)
+        for lookup, is_later in zip(lookups, its, strict=True):
+            planned = plan_alone(lookup, ages=is_later, memory=memory if len(lookups) == 1 else None)
             made.append((lookup.module.planned, planned))
 
 
@@ -127,73 +150,67 @@ def drop_all(planned: Sequence[PlannedGroup]) -> None:
             each.callback(among.drop, waiting)
 
 
-def plan_at_once(groups: Sequence[PlanGroup], made: list[PlannedGroup]) -> None:
+def plan_at_once(groups: Sequence[Its], made: list[PlannedGroup]) -> None:
     """Plans those of several forwards, about to come, on the stream that is current, and puts them down in `made`."""
-    for group in groups:
-        if len(group) == 1:
+    for group, lookups in groups:
+        if len(lookups) == 1:
             continue
-        ages, begun = [False] * len(group), dict[Pool, Member]()
-        for position, lookup in enumerate(group):
-            tables = cast("Member", cast("TieredModule", lookup.module).engine.tables)
+        ages = []
+        for _, tables in group.starts:
             pool = tables.pool
-            if pool not in begun:
-                ages[position], begun[pool] = pool.times.begins(tables), tables
-                if ages[position] and pool.division is not None and pool.division.is_due_in(pool):
-                    pool.division.divide()
-        if _plan_as_one(group, made, None, ages=ages, ahead=False, memory=None):
-            for pool, tables in begun.items():
-                pool.times.looked_up(tables, made[-1][1].result())  # a step has begun with it
+            begins = pool.times.begins(tables)
+            ages.append(begins)
+            if begins and pool.division is not None and pool.division.is_due_in(pool):
+                pool.division.divide()
+        if _plan_as_one(group, lookups, made, None, ages, ahead=False, memory=None):
+            forwards = made[-1][1].result()
+            for _, tables in group.starts:
+                tables.pool.times.looked_up(tables, forwards)  # a step has begun with it
 
 
 def _plan_as_one(
     group: PlanGroup,
+    lookups: Sequence[LookupSpec],
     made: list[PlannedGroup],
     executor: PlanExecutor | None,
-    *,
     ages: Sequence[bool],
+    *,
     ahead: bool,
     memory: CallMemory | None,
 ) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
-    of them is wrong: each then finds out by itself. `ages`: of each whether it is of a later time than the plan before
-    it in its pool."""
-    from tieredemb.step.batch_form import BatchForm, may_join, signature_of
+    of them is wrong: each then finds out by itself. `ages`: of each pool whether it is of a later time than the plan
+    before."""
+    from tieredemb.step.batch_form import BatchForm, may_join
     from tieredemb.step.engine import call_type
     from tieredemb.step.forwards import Forwards, context_of, known_context
 
-    first = cast("TieredModule", group[0].module)
+    modules, pools = cast("Sequence[TieredModule]", group.modules), group.pools
+    first = modules[0]
     inputs: list[Given] = []
     contexts: list[CallContext] = []
-    of_pool: dict[Pool, list[int]] = {}
-    for module, given, _ in group:
-        module = cast("TieredModule", module)
-        tables = cast("Member", module.engine.tables)
-        of_pool.setdefault(tables.pool, []).append(tables.number)
+    given_to: list[tuple[TableSet, Given]] = []
+    for module, (_, given, _) in zip(modules, lookups, strict=True):
         inputs.append(given)
         contexts.append(module.call_context)
-    those = [(pool, tuple(numbers)) for pool, numbers in of_pool.items()]
-    sizes = [len(numbers) for numbers in of_pool.values()]
-    signature = signature_of(inputs)
+        given_to.append((module.call_context.tables, given))
+    seen, signature = seen_of(inputs)
     try:
-        context = known_context(those, first.options)
+        context = known_context(pools, first.options)
         form = None if context is None else context.forms.get(signature, context.tables.placed.now)
         if context is None or form is None:
-            batches = [cast("TieredModule", module).batch_of(given) for module, given, _ in group]
-            context = context_of(those, first.options) if may_join(batches) else None
+            batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
+            context = context_of(pools, first.options) if may_join(batches) else None
             if context is None:
-                if len(sizes) > 1 and not may_join(batches):
-                    ends = [*accumulate(sizes)]
-                    within = [batches[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-                    first.tables.whole.related.fits = not any(len(its) > 1 and may_join(its) for its in within)
+                _part(group, batches)
                 return False
-            form = BatchForm(batches, sizes)
+            form = BatchForm(batches, [len(numbers) for _, numbers in pools])
             context.forms.put(signature, context.tables.placed.now, form)
-        device = those[0][0].placed.now.config.device
+        device = pools[0][0].placed.now.config.device
         call = call_type(device.type)(context, form.size, form)
         forwards = Forwards(call, contexts)
-        trains = group[0].trains and any(lookup.module.is_trainable for lookup in group)  # some may be frozen by now
-        of_pools = tuple([ages[block.positions.start] for block in form.blocks])
-        may_exceed = first.engine.may_exceed_bags
+        trains = lookups[0].trains and any(module.is_trainable for module in modules)  # some may be frozen by now
+        of_pools, may_exceed = tuple(ages), first.engine.may_exceed_bags
 
         def plan() -> Forwards:
             call.plan(
@@ -203,7 +220,7 @@ def _plan_as_one(
             return forwards
 
         if executor is not None and executor.apart:
-            for pool, _ in those:
+            for pool, _ in pools:
                 pool.groups[0].cache.let_go()
             future: Future[Any] = executor.submit(plan)
         else:
@@ -212,7 +229,22 @@ def _plan_as_one(
     except (TieredEmbError, RuntimeError):
         return False
     among = first.planned
-    planned = Planned([(each.tables, given) for each, given in zip(contexts, inputs, strict=True)], future)
+    planned = Planned(given_to, future, seen)
     made.append((among, planned))
     among.add(planned)
     return True
+
+
+def _part(group: PlanGroup, batches: Sequence[Batch]) -> None:
+    """Of tables whose `batches` do not fit each other, as sequences beside single ids, those are planned as one from
+    here on whose batches do."""
+    from tieredemb.step.batch_form import is_joinable
+
+    if any(batch.size == 0 for batch in batches):
+        return
+    keys: list[Hashable] = [batch.size if is_joinable(batch) else -1 - at for at, batch in enumerate(batches)]
+    if len({*keys}) > 1:
+        of_key, related = dict[Hashable, int](), group.pools[0][0].related
+        for module, key in zip(group.modules, keys, strict=True):
+            related.part_of[_place(module)] = of_key.setdefault(key, related.splits + 1 + len(of_key))
+        related.splits += len(of_key)

@@ -22,25 +22,19 @@ if TYPE_CHECKING:
 MOST_FORMS = 8  # of one choice of tables, those used last
 
 
-def signature_of(forwards: Sequence[Given]) -> tuple[object, ...]:
-    """Shapes, strides, dtypes and devices of the inputs: batches of which these are equal have one form."""
-    found: list[object] = []
-    for given in forwards:
-        for part in given:
-            if isinstance(part, torch.Tensor):
-                found += part.shape, part.stride(), part.dtype, part.device
-        found.append(None)
-    return tuple(found)
+def is_joinable(batch: Batch) -> bool:
+    """Whether forwards of such batches can be planned as one, if they have as many bags: no ids are in none."""
+    if batch.weights is not None or batch.places:
+        return False
+    # offsets may name the end of the last bag, behind which there may be ids
+    return not isinstance(batch.offsets, torch.Tensor) or batch.offsets.shape[0] == batch.size
 
 
 def may_join(batches: Sequence[Batch]) -> bool:
-    """Whether forwards of these batches, one of each of several tables, can be planned as one: they have as many bags,
-    and no ids that are in none."""
+    """Whether forwards of these batches, one of each of several tables, can be planned as one."""
     size = batches[0].size
-    if size == 0 or any(batch.size != size or batch.weights is not None or batch.places for batch in batches):
+    if size == 0 or any(batch.size != size or not is_joinable(batch) for batch in batches):
         return False
-    if any(isinstance(batch.offsets, torch.Tensor) and batch.offsets.shape[0] != size for batch in batches):
-        return False  # they name the end of the last bag, behind which there may be ids
     return len(batches) ** 2 * size <= MAX_BAGS and sum(batch.ids.shape[0] for batch in batches) > 0
 
 
@@ -112,7 +106,7 @@ class BatchForm:
 
 
 class BatchForms:
-    """Those of one choice of tables, by `signature_of` the inputs."""
+    """Those of one choice of tables, by the signature of the inputs (`seen_of`)."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None

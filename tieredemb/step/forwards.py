@@ -287,11 +287,6 @@ class Forward:
         return self._alone
 
     @property
-    def is_alone(self) -> bool:
-        """Whether something was asked of it that does not concern all."""
-        return self._alone is not None
-
-    @property
     def parts(self) -> list[Any]:
         """What its table holds of the plan."""
         return self.alone.parts

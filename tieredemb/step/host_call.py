@@ -459,7 +459,10 @@ class HostCall(Call):
         form, offsets = cast("BatchForm", self.form), dict[int, torch.Tensor]()
 
         def join_edges(given: list[torch.Tensor]) -> torch.Tensor:
-            copies = {id(each): each.clone() for each in given}
+            copies: dict[int, torch.Tensor] = {}  # many tables may be given the same tensor
+            for each in given:
+                if id(each) not in copies:
+                    copies[id(each)] = each.clone()
             offsets.update(zip(form.with_offsets, [copies[id(each)] for each in given], strict=True))
             return self._join_edges(offsets)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -59,6 +59,26 @@ class Made(Future[T]):
         fn(self)
 
 
+def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
+    """The inputs of forwards as they are. Of each, of a tensor itself, its address, its version (−1 in inference mode,
+    where none is counted), shape and strides. And a signature: batches of which it is equal have one form
+    (`BatchForm`)."""
+    seen, signature = [], list[object]()
+    for given in forwards:
+        its: list[Any] = []
+        for each in given:
+            if isinstance(each, torch.Tensor):
+                shape, stride = each.shape, each.stride()
+                version = -1 if each.is_inference() else each._version
+                its.append((each, each.data_ptr(), version, shape, stride))
+                signature += shape, stride, each.dtype, each.device
+            else:
+                its.append(each)
+        signature.append(None)
+        seen.append(its)
+    return seen, tuple(signature)
+
+
 class Planned:
     """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
     twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
@@ -73,17 +93,7 @@ class Planned:
     ) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
-        # of a tensor: itself, its address, its version (−1 in inference mode, where none is counted), shape, strides
-        self.seen: list[list[Any] | None] = [] if seen is None else [*seen]
-        for _, given in forwards if seen is None else ():
-            its: list[Any] = []
-            for each in given:
-                if isinstance(each, torch.Tensor):
-                    version = -1 if each.is_inference() else each._version
-                    its.append((each, each.data_ptr(), version, each.shape, each.stride()))
-                else:
-                    its.append(each)
-            self.seen.append(its)
+        self.seen: list[list[Any] | None] = [*(seen_of([given for _, given in forwards])[0] if seen is None else seen)]
         self._in_place: list[list[Any]] | None = None  # what they were, for `again`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
@@ -119,7 +129,7 @@ class Planned:
         """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
         versions are others."""
         if self._in_place is None:
-            self._in_place = cast("list[list[Any]]", Planned(self._forwards, self.future).seen)
+            self._in_place = seen_of([given for _, given in self._forwards])[0]
         seen = []
         for its in self._in_place:
             now: list[Any] = []

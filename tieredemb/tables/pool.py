@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 class Related:
     """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them
     that were planned before they come, once there is somebody to plan them · `contexts`: what lookups in several of the
-    tables as one keep · `fits`: whether batches of several pools have fitted each other, if there were any · `orders`:
-    of further pools. A copy, which pools that are copied together share, begins anew."""
+    tables as one keep · `part_of`: which tables have had batches that fit each other, if some have not: by pool and
+    number in it, those of one part, where 0 is of those not told apart yet; and `splits`: how many parts there were ·
+    `orders`: of further pools. A copy, which pools that are copied together share, begins anew."""
 
     def __init__(self) -> None:
         self.planned: Any = None
         self.contexts: dict[object, Any] = {}
-        self.fits = True
+        self.part_of: dict[tuple[int, int], int] = {}
+        self.splits = 0
         self.orders = itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,8 +116,8 @@ class Pool(TableSet):
 
 class Selection(TableSet):
     """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
-    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. Its config is that of those of
-    the first pool: names are those of a pool alone."""
+    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. Its config is that of the
+    tables of the first pool: names are those of a pool alone."""
 
     def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
         self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
