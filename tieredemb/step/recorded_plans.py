@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
@@ -169,7 +169,8 @@ class RecordedPlans:
             for recorded in known:
                 if recorded.is_free():
                     recorded.replay(call, batch)
-                    self._recorded.move_to_end(key)
+                    with suppress(KeyError):  # another thread may have found the tables elsewhere, and forgotten it
+                        self._recorded.move_to_end(key)
                     return True
             if len(known) == MOST_AT_ONCE:
                 return False

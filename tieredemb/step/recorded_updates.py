@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -103,7 +104,8 @@ class RecordedUpdates:
             calls[0].parts[0].group.cache.recorded.add(update)
             if len(self._updates) > MOST_UPDATES:
                 self._keys.put_off(self._updates.popitem(last=False)[0])
-        self._updates.move_to_end(key)
+        with suppress(KeyError):  # another thread may have found the tables elsewhere, and forgotten it
+            self._updates.move_to_end(key)
         for its, buffer in zip(grads, update.grads, strict=True):
             if buffer is not None:
                 torch.cat(list(its), out=buffer)
