@@ -50,10 +50,10 @@ REASONS = (
         "The GPU cannot read a file. Threads of the host gather the rows, and the step waits for them.",
     ),
     Reason(
-        "a converted model with prefetch, all rows cached",
+        "a converted model with prefetch, launched kernel by kernel",
         "cuda-converted",
         r"prefetch / eager",
-        "There is nothing to bring in, and Python, which is what such a step waits for, has the next batch to look at.",
+        "Such a step waits for Python, which has the next batch to look at, too.",
     ),
     Reason(
         "a converted model under Adam, launched kernel by kernel",
@@ -65,7 +65,8 @@ REASONS = (
         "tables of six widths, beside tables of one",
         "cuda-converted",
         r"^step, capacity 10 %, CUDA graph(, prefetch)?$",
-        "Each width has a cache of its own, and kernels of its own that find, move, pool and update its rows.",
+        "Rows are brought in one width after the other, so that what computes beside them has room on the GPU. And "
+        "the rows that the same bytes hold are asked for less often: the hit rates differ.",
     ),
     Reason(
         "two GPUs without a CUDA graph",
