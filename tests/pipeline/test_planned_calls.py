@@ -164,13 +164,13 @@ def test_a_model_that_computes_its_ids_plans_nothing(device, monkeypatch):
     found, (model, optimizer) = Found(monkeypatch), converted()
     assert_same_bits(run(model, optimizer), expected)
     assert found.planned == 0
-    assert [habit.is_over for habit in calls_of(model)._habits.values()] == [True]
+    assert [each.is_over for each in calls_of(model)._patterns.values()] == [True]
 
 
 def test_calls_that_look_up_something_else_are_right_and_end_it(device, monkeypatch):
     def run(model, optimizer):
         outputs = train(model, optimizer, matrices(3))
-        for (x,) in matrices(planned_calls.MOST_IN_VAIN + 2):
+        for (x,) in matrices(planned_calls.MOST_MISPREDICTIONS + 2):
             optimizer.zero_grad()
             loss = model(x // 2, shift=1).square().mean()  # not the tensors that were planned
             loss.backward()
@@ -182,8 +182,38 @@ def test_calls_that_look_up_something_else_are_right_and_end_it(device, monkeypa
     found, (model, optimizer) = Found(monkeypatch), converted()
     assert_same_bits(run(model, optimizer), expected)
     assert found.planned == TABLES
-    assert [habit.is_over for habit in calls_of(model)._habits.values()] == [True]
+    assert [each.is_over for each in calls_of(model)._patterns.values()] == [True]
     assert all(idle(table) for table in model.emb)
+
+
+def test_a_model_that_loses_a_table_is_learned_anew_and_keeps_it_no_longer(device, monkeypatch):
+    def run(model, optimizer):
+        losses = train(model, optimizer, matrices(6))[:6]
+        gone = weakref.ref(model.emb[2])
+        del model.emb[2]
+        losses += train(model, optimizer, matrices(6))[:6]
+        assert gone() is None
+        return losses + rows_of(model)
+
+    expected = run(*converted(planned=False))
+    found, (model, optimizer) = Found(monkeypatch), converted()
+    assert_same_bits(run(model, optimizer), expected)
+    # two calls are learned from; the first one after finds some of what was planned for it, and two are learned from
+    assert 4 * TABLES + 3 * (TABLES - 1) <= found.planned < 4 * TABLES + 4 * (TABLES - 1)
+    assert [(each.mispredictions, each.is_over) for each in calls_of(model)._patterns.values()] == [(0, False)]
+
+
+def test_where_nothing_is_planned_as_one_calls_are_learned_from_once(device):
+    class Limited(Columns):
+        """Rows are scaled before they are looked up, so each table plans by itself."""
+
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.ModuleList([nn.Embedding(ROWS, WIDTH, max_norm=1.0) for _ in range(TABLES)])
+
+    model, optimizer = converted(Limited)
+    train(model, optimizer, matrices(1))
+    assert [each.is_over for each in calls_of(model)._patterns.values()] == [True]
 
 
 def test_outputs_that_nobody_uses_lock_nothing(device):
@@ -367,7 +397,7 @@ def test_a_loop_that_fetches_ahead_plans_for_itself(device, monkeypatch):
     loop.pace = None
     assert_same_bits(train(model, optimizer, loop), expected)
     assert found.planned == 8 * TABLES
-    assert [habit.in_vain for habit in calls_of(model)._habits.values()] == [0]
+    assert [each.mispredictions for each in calls_of(model)._patterns.values()] == [0]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -451,7 +481,7 @@ def test_copies_learn_their_own_calls(device):
     saved.seek(0)
     for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
         assert calls_of(other) is not calls_of(model)
-        assert not calls_of(other)._habits
+        assert not calls_of(other)._patterns
         with pytest.MonkeyPatch.context() as patched, torch.no_grad():
             found = Found(patched)
             outputs = [other(*each) for each in matrices(4)]
@@ -622,7 +652,7 @@ def test_a_model_that_calls_itself_is_planned_no_more(device):
     model, optimizer = converted(Twice)
     assert_same_bits(train(model, optimizer, matrices(9)), train(*converted(Twice, planned=False), matrices(9)))
     assert all(idle(table) for table in model.emb)
-    assert any(habit.is_over for habit in calls_of(model)._habits.values())
+    assert any(each.is_over for each in calls_of(model)._patterns.values())
 
 
 def test_who_listens_hears_of_the_models_own_lookups_alone():

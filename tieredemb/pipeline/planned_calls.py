@@ -21,7 +21,8 @@ from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, p
 from tieredemb.step.call import inside_backward
 from tieredemb.step.planned_forwards import PlannedForwards, identity
 
-MOST_IN_VAIN = 3  # calls that did not look up what was planned for them, or as the one before: then nothing is planned
+# calls that did not look up what was planned for them, or as the one before: then nothing is planned any more
+MOST_MISPREDICTIONS = 3
 # what torch notes of hooks, by their numbers
 _NOTES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 MOST_SEEN = 1000  # lookups that one call is learned from
@@ -56,28 +57,45 @@ class Mode(NamedTuple):
 
 
 @dataclass
-class _Habit:
-    """What the calls of a model do in one mode. `lookups`: as the last one that was learned from has shown, if any ·
-    `is_sure`: whether the one before has shown the same · `groups`, `planned`: of what is planned, and among what its
-    forwards wait · `in_vain`: how many calls then did something else · `is_over`: whether nothing more is planned."""
+class _Pattern:
+    """What the calls of a model look up in one mode. `lookups`: as the last one that was learned from has shown, if any
+    · `is_sure`: whether the one before has shown the same · `groups`, `planned`: of what is planned, and among what its
+    forwards wait · `mispredictions`: how many calls then did something else · `is_over`: whether nothing more is
+    planned."""
 
     lookups: Learned | None = None
     is_sure: bool = False
     groups: PlanGroups = field(default_factory=PlanGroups)
     planned: set[PlannedForwards] = field(default_factory=set)
-    in_vain: int = 0
+    mispredictions: int = 0
     is_over: bool = False
 
-    def was_in_vain(self) -> None:
-        self.in_vain += 1
-        self.is_over |= self.in_vain == MOST_IN_VAIN
+    def mispredicted(self) -> None:
+        """A call has not looked up what was planned for it, or as the one before."""
+        self.mispredictions += 1
+        if self.mispredictions == MOST_MISPREDICTIONS:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more is planned."""
+        self.forget()
+        self.is_over = True
+
+    def forget(self) -> None:
+        """It is learned anew, and keeps no module alive meanwhile."""
+        self.lookups, self.is_sure, self.groups, self.planned = None, False, PlanGroups(), set()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether all of its modules are yet in the model."""
+        modules = set(model.modules())
+        return self.lookups is None or all(module in modules for module, _, _ in self.lookups.forwards)
 
 
 @dataclass(eq=False)
 class _Call:
     """A call that is under way. `planned`: for it · `seen`: its lookups, if it is learned from."""
 
-    habit: _Habit
+    pattern: _Pattern
     planned: list[PlannedGroup] = field(default_factory=list)
     seen: list[LookupSpec] | None = None
     listener: _Listener | None = None
@@ -86,14 +104,16 @@ class _Call:
         self.seen, self.listener = [], _Listener(self, model)
         LISTENERS.append(self.listener)
 
-    def leave(self) -> None:
+    def leave(self, model: nn.Module) -> None:
         """It has ended, in whatever way."""
         if self.listener is not None:
             self.listener.leave()
         left = any(each.left for _, each in self.planned)
         drop_all(self.planned)
-        if left:
-            self.habit.was_in_vain()
+        if left and not self.pattern.is_of(model):  # which was built otherwise since
+            self.pattern.forget()
+        elif left:
+            self.pattern.mispredicted()
 
 
 class _Listener:
@@ -118,10 +138,10 @@ class _Listener:
 
 
 class PlannedCalls:
-    """The hooks of one model. `_habits`: of its calls in each mode."""
+    """The hooks of one model. `_patterns`: of its calls in each mode."""
 
     def __init__(self) -> None:
-        self._habits: dict[Mode, _Habit] = {}
+        self._patterns: dict[Mode, _Pattern] = {}
         self._now = threading.local()
         self._table: weakref.ref[LookupModule] | None = None
 
@@ -136,32 +156,32 @@ class PlannedCalls:
         if call is not None and call.seen is not None and not torch.compiler.is_compiling():
             self._learn((args, kwargs))
 
-    def ended(self, *_: object) -> None:
+    def ended(self, model: nn.Module, *_: object) -> None:
         """It has ended, if with an exception."""
         if not torch.compiler.is_compiling():
-            self._leave()
+            self._leave(model)
 
     @untraced
     def _begin(self, model: nn.Module, given: Any) -> None:
-        self._leave()  # one that was interrupted, or that has called its model again
+        self._leave(model)  # one that was interrupted, or that has called its model again
         device = self._device(model)
         if device is None or inside_backward() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         mode = Mode(model.training, torch.is_grad_enabled(), device)
-        habit = self._habits.get(mode) or self._habits.setdefault(mode, _Habit())
-        if habit.is_over or torch._C._are_functorch_transforms_active():
+        pattern = self._patterns.get(mode) or self._patterns.setdefault(mode, _Pattern())
+        if pattern.is_over or torch._C._are_functorch_transforms_active():
             return
-        if not habit.is_sure:
-            self._now.call = _Call(habit)
+        if not pattern.is_sure:
+            self._now.call = _Call(pattern)
             self._now.call.listen(model)
             return
-        for planned in habit.planned:
+        for planned in pattern.planned:
             if planned.waiting:  # by a loop that fetches ahead, or a captured step
                 return
-        lookups = _looked_up(habit, given)
+        lookups = _looked_up(pattern, given)
         if lookups:
-            call = self._now.call = _Call(habit)
-            plan_at_once(habit.groups.of(lookups), call.planned)
+            call = self._now.call = _Call(pattern)
+            plan_at_once(pattern.groups.of(lookups), call.planned)
 
     @untraced
     def _learn(self, given: Any) -> None:
@@ -172,24 +192,27 @@ class PlannedCalls:
         tensors = [part for lookup in call.seen for part in lookup.given if isinstance(part, torch.Tensor)]
         if not tensors or any(part.numel() == 0 for part in tensors):
             return  # one empty tensor is like another
-        habit = call.habit
+        pattern = call.pattern
         try:
             lookups = learn(given, call.seen)[0]
-            is_shared = any(len(group) > 1 for group in PlanGroups().of(lookups(given)))
+            is_shared = any(len(its) > 1 for _, its in PlanGroups().of(lookups(given)))
         except Exception:  # arguments that nothing can be learned of are no fault of the call
-            habit.is_over = True
+            pattern.end()
             return
-        habit.is_over = not is_shared
-        habit.is_sure = is_shared and habit.lookups is not None and _are_alike(habit.lookups, lookups)
-        if habit.lookups is not None and not habit.is_sure:
-            habit.was_in_vain()
-        habit.lookups, habit.planned = lookups, {lookup.module.planned for lookup in call.seen}
+        if not is_shared:
+            pattern.end()
+            return
+        before, pattern.lookups = pattern.lookups, lookups
+        pattern.planned = {lookup.module.planned for lookup in call.seen}
+        pattern.is_sure = before is not None and _are_alike(before, lookups)
+        if before is not None and not pattern.is_sure:
+            pattern.mispredicted()
 
-    def _leave(self) -> None:
+    def _leave(self, model: nn.Module) -> None:
         call: _Call | None = getattr(self._now, "call", None)
         if call is not None:
             self._now.call = None
-            call.leave()
+            call.leave(model)
 
     def _device(self, model: nn.Module) -> torch.device | None:
         """Of its tables."""
@@ -206,12 +229,13 @@ class PlannedCalls:
         self.__init__()  # type: ignore[misc]
 
 
-def _looked_up(habit: _Habit, given: Any) -> list[LookupSpec]:
+def _looked_up(pattern: _Pattern, given: Any) -> list[LookupSpec]:
     """What a call of arguments `given` will look up; nothing of such as are of another form, or of tensors that do not
     tell when they are changed before they are looked up, as those do not that were made in inference mode."""
-    assert habit.lookups is not None
+    if pattern.lookups is None:  # another thread has just forgotten them
+        return []
     try:
-        lookups = habit.lookups(given)
+        lookups = pattern.lookups(given)
     except Exception:  # whatever objects are among them
         return []
     for lookup in lookups:
