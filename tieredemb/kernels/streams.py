@@ -89,9 +89,16 @@ def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]]
             beside.append(stream)
             with on_stream(stream):
                 function()
-    finally:  # a capture ends with the error that has come, not with one about a stream
-        for stream in beside:
-            main.wait_stream(stream)
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # of a capture that is none any more: what comes is why
+            _wait_for(main, beside)
+        raise
+    _wait_for(main, beside)
+
+
+def _wait_for(stream: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> None:
+    for other in others:
+        stream.wait_stream(other)
 
 
 class on_stream:  # noqa: N801 - it reads as the context manager that it is
