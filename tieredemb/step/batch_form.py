@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tieredemb.lookup.bags import MAX_BAGS, EqualBags
@@ -83,8 +84,13 @@ class BatchForm:
         return Block(positions, slice(first, first + starts[-1]), starts, bags, edges)
 
     @functools.cached_property
+    def arrays(self) -> tuple[Any, Any]:
+        """The same as a CPU's `join_edges` takes it: numpy, int64 (5, F) and (F,)."""
+        return np.array(self.joined, np.int64).reshape(5, -1), np.array(self.counts, np.int64)
+
+    @functools.cached_property
     def joined(self) -> tuple[int, ...]:
-        """The same as `join_edges` takes it."""
+        """The same as a GPU's `join_edges` takes it."""
         starts = [start for block in self.blocks for start in block.starts[:-1]]
         given = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(self.lengths)]
         ends = [-1] * len(starts)

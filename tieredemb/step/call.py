@@ -161,8 +161,8 @@ class Call(Shareable):
     rows_to: RowSpread | None = None
 
     gpu = -1  # the number of that which its tables are on
-    # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int32 or int64 (B,), that were planned for
-    # each. A numpy array over the memory of a tensor can change it, and torch does not know
+    # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
+    # numpy array over the memory of a tensor can change it, and torch does not know
     joined: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def __init__(self, context: CallContext, batch: int, form: BatchForm | None = None) -> None:

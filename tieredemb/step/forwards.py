@@ -139,7 +139,7 @@ class Forwards(Shareable):
             (ids, offsets), (now, *its_offsets) = self.call.joined[number], given
             if not torch.equal(now.reshape(-1).to(torch.int64), ids):  # type: ignore[union-attr]
                 return None
-            if offsets is not None and not torch.equal(its_offsets[0], offsets):  # type: ignore[arg-type]
+            if offsets is not None and not torch.equal(its_offsets[0].to(torch.int64), offsets):  # type: ignore[union-attr]
                 return None
         return Forward(self, number)
 

@@ -24,7 +24,7 @@ from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import EqualBags, rows_space
-from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, offsets_rise, one_by_one
+from tieredemb.lookup.bags_cpu import Bags, checked_edges, join_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import CopiedRows, DenseStep, History
 from tieredemb.lookup.optimizer import Hyperparameters
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from tieredemb.step.batch_form import BatchForm
 
     Array = np.ndarray[Any, Any]
+
+
+_NO_OFFSETS = torch.empty((0, 0), dtype=torch.int64, device="cpu")
 
 
 class RowPass(Change):
@@ -458,40 +461,23 @@ class HostCall(Call):
     def join(self, forwards: Sequence[Given]) -> Batch:
         form, offsets = cast("BatchForm", self.form), dict[int, torch.Tensor]()
 
-        def join_edges(given: list[torch.Tensor]) -> torch.Tensor:
-            copies: dict[int, torch.Tensor] = {}  # many tables may be given the same tensor
-            for each in given:
-                if id(each) not in copies:
-                    copies[id(each)] = each.clone()
-            offsets.update(zip(form.with_offsets, [copies[id(each)] for each in given], strict=True))
-            return self._join_edges(offsets)
+        def edges(given: list[torch.Tensor]) -> torch.Tensor:
+            differ = {id(each): each for each in given}  # many tables may be given the same tensor
+            numbers = {key: number for number, key in enumerate(differ)}
+            which = [numbers[id(each)] for each in given]
+            its = torch.cat([*differ.values()]).to(torch.int64).view(-1, form.size) if given else _NO_OFFSETS
+            copies = its.unbind()
+            offsets.update(zip(form.with_offsets, [copies[number] for number in which], strict=True))
+            found = np.empty(form.edges, np.int64)
+            parts, counts = form.arrays
+            if not join_edges(its.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
+                raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
+            return torch.from_numpy(found)
 
-        batch = form.join(forwards, join_edges)
+        batch = form.join(forwards, edges)
         ids = torch.split(batch.ids, form.counts)
         self.joined = [(each, offsets.get(number)) for number, each in enumerate(ids)]
         return batch
-
-    def _join_edges(self, given: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The edges of all bags, int64 (F·B + pools,), of the offsets that were given, each int32 or int64 (B,)."""
-        assert self.form is not None
-        size = self.form.size
-        edges, checked = np.empty(self.form.edges, np.int64), set()
-        for number, (length, count) in enumerate(zip(self.form.lengths, self.form.counts, strict=True)):
-            which, place = self.form.where[number]
-            block = self.form.blocks[which]
-            of_block = edges[block.edges]
-            of_block[-1] = block.starts[-1]
-            its = of_block[place * size : (place + 1) * size]
-            if length >= 0:
-                its[:] = np.arange(size) * length
-            else:
-                offsets = given[number]
-                its[:] = offsets.numpy()
-                if (id(offsets), count) not in checked and not offsets_rise(its, size, count):
-                    raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
-                checked.add((id(offsets), count))
-            its += block.starts[place]
-        return torch.from_numpy(edges)
 
     @ranged("lookup")
     def pool_blocks(self) -> list[torch.Tensor]:
