@@ -65,7 +65,7 @@ REASONS = (
         "tables of six widths, beside tables of one",
         "cuda-converted",
         r"^step, capacity 10 %, CUDA graph(, prefetch)?$",
-        "Rows are brought in one width after the other, so that what computes beside them has room on the GPU. And "
+        "Rows are fetched one width after the other, so that the kernels that compute have room on the GPU. And "
         "the rows that the same bytes hold are asked for less often: the hit rates differ.",
     ),
     Reason(

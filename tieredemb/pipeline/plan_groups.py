@@ -1,6 +1,5 @@
 """Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are, and of
-related pools, which have tables of other widths.
-"""
+related pools, which have tables of other widths."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class PlanGroup:
             self.pools = [(pool, tuple(numbers)) for pool, numbers in of.items()]
 
 
-Its = tuple[PlanGroup, list[LookupSpec]]  # a group, and its forwards of one batch
+GroupLookups = tuple[PlanGroup, list[LookupSpec]]  # a group, and its forwards of one batch
 
 
 class PlanGroups:
@@ -64,7 +63,7 @@ class PlanGroups:
         self._related: list[tuple[Related, int]] = []  # and which of them had batches that fit each other
         self._groups: list[PlanGroup] = []
 
-    def of(self, lookups: Sequence[LookupSpec]) -> list[Its]:
+    def of(self, lookups: Sequence[LookupSpec]) -> list[GroupLookups]:
         """Those of one batch, in the order of their first forwards."""
         now = [(module, trains) for module, _, trains in lookups]
         is_other = now != self._of or False in [related.splits == splits for related, splits in self._related]
@@ -114,11 +113,11 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
         return None
     config, related = tables.config, tables.pool.related
     kind = config.device, config.dtype, config.output_dtype, config.check_ids, group.is_dense
-    return id(related), kind, related.part_of.get(_place(module), 0), module.options, trains
+    return id(related), kind, related.group_of.get(_place(module), 0), module.options, trains
 
 
 def plan_groups(
-    groups: Sequence[Its],
+    groups: Sequence[GroupLookups],
     plan_alone: PlanAlone,
     made: list[PlannedGroup],
     memories: Sequence[Any] = (),
@@ -150,7 +149,7 @@ def drop_all(planned: Sequence[PlannedGroup]) -> None:
             each.callback(among.drop, waiting)
 
 
-def plan_at_once(groups: Sequence[Its], made: list[PlannedGroup]) -> None:
+def plan_at_once(groups: Sequence[GroupLookups], made: list[PlannedGroup]) -> None:
     """Plans those of several forwards, about to come, on the stream that is current, and puts them down in `made`."""
     for group, lookups in groups:
         if len(lookups) == 1:
@@ -202,7 +201,7 @@ def _plan_as_one(
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
             context = context_of(pools, first.options) if may_join(batches) else None
             if context is None:
-                _part(group, batches)
+                _split(group, batches)
                 return False
             form = BatchForm(batches, [len(numbers) for _, numbers in pools])
             context.forms.put(signature, context.tables.placed.now, form)
@@ -235,7 +234,7 @@ def _plan_as_one(
     return True
 
 
-def _part(group: PlanGroup, batches: Sequence[Batch]) -> None:
+def _split(group: PlanGroup, batches: Sequence[Batch]) -> None:
     """Of tables whose `batches` do not fit each other, as sequences beside single ids, those are planned as one from
     here on whose batches do."""
     from tieredemb.step.batch_form import is_joinable
@@ -246,5 +245,5 @@ def _part(group: PlanGroup, batches: Sequence[Batch]) -> None:
     if len({*keys}) > 1:
         of_key, related = dict[Hashable, int](), group.pools[0][0].related
         for module, key in zip(group.modules, keys, strict=True):
-            related.part_of[_place(module)] = of_key.setdefault(key, related.splits + 1 + len(of_key))
+            related.group_of[_place(module)] = of_key.setdefault(key, related.splits + 1 + len(of_key))
         related.splits += len(of_key)

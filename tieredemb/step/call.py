@@ -163,7 +163,7 @@ class Call(Shareable):
     gpu = -1  # the number of that which its tables are on
     # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
     # numpy array over the memory of a tensor can change it, and torch does not know
-    joined: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    planned_inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def __init__(self, context: CallContext, batch: int, form: BatchForm | None = None) -> None:
         self.context = context
@@ -228,12 +228,12 @@ class Call(Shareable):
     def pick(self, ids: torch.Tensor) -> torch.Tensor:
         """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them."""
 
+    @abc.abstractmethod
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
         """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
         `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
-        raise NotImplementedError  # of several forwards no batch has one
 
     @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:

@@ -82,22 +82,22 @@ def context_of(tables: Tables, options: LookupOptions) -> CallContext | None:
 
 
 class Forwards(Shareable):
-    """The forwards of one `call`, of batches of its `form`. `contexts`: of who makes each forward · `count`: how many
-    there are · `is_dense`: whether tables have steps to catch up with. Of the call's `parts` each is what one pool has
+    """The forwards of one `call`, of batches of its `form`. `contexts`: of who makes each forward ·
+    `is_dense`: whether tables have steps to catch up with. Of the call's `parts` each is what one pool has
     planned: a block of the form."""
 
     def __init__(self, call: Call, contexts: Sequence[CallContext]) -> None:
         assert call.form is not None
         self.call, self.form, self.contexts = call, call.form, contexts
-        self.count = len(self.form.counts)
+        every = range(len(self.form.counts))
         self.is_dense = call.context.is_dense
-        self._in_flight: set[object] = set(range(self.count))  # forwards that were not released
+        self._in_flight: set[object] = set(every)  # forwards that were not released
         self._rows: Sequence[torch.Tensor] = ()  # the outputs of all forwards, once they are looked up
         self._rows_of: list[Hashable] = []  # of each block, of what version of rows, and how they were looked up
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
         self._node: tuple[weakref.ref[Calls], dict[int, torch.Tensor]] | None = None
-        self.awaited = set(range(self.count))  # forwards that have yet to come
+        self.awaited = set(every)  # forwards that have yet to come
         self._lagging: list[Forward] = []  # those that have come, whose rows are to be brought to the current step
         self._taking = threading.Lock()  # of those by one thread
 
@@ -135,8 +135,8 @@ class Forwards(Shareable):
         return Forwards(self.call.again(batches), self.contexts)  # type: ignore[attr-defined]
 
     def share(self, number: int, given: Given) -> Forward | None:
-        if self.call.joined is not None:
-            (ids, offsets), (now, *its_offsets) = self.call.joined[number], given
+        if self.call.planned_inputs is not None:
+            (ids, offsets), (now, *its_offsets) = self.call.planned_inputs[number], given
             if not torch.equal(now.reshape(-1).to(torch.int64), ids):  # type: ignore[union-attr]
                 return None
             if offsets is not None and not torch.equal(its_offsets[0].to(torch.int64), offsets):  # type: ignore[union-attr]

@@ -476,7 +476,7 @@ class HostCall(Call):
 
         batch = form.join(forwards, edges)
         ids = torch.split(batch.ids, form.counts)
-        self.joined = [(each, offsets.get(number)) for number, each in enumerate(ids)]
+        self.planned_inputs = [(each, offsets.get(number)) for number, each in enumerate(ids)]
         return batch
 
     @ranged("lookup")

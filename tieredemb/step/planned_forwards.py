@@ -93,7 +93,9 @@ class Planned:
     ) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
-        self.seen: list[list[Any] | None] = [*(seen_of([given for _, given in forwards])[0] if seen is None else seen)]
+        if seen is None:
+            seen, _ = seen_of([given for _, given in forwards])
+        self.seen: list[list[Any] | None] = [*seen]
         self._in_place: list[list[Any]] | None = None  # what they were, for `again`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future

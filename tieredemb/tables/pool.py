@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 class Related:
     """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them
     that were planned before they come, once there is somebody to plan them · `contexts`: what lookups in several of the
-    tables as one keep · `part_of`: which tables have had batches that fit each other, if some have not: by pool and
-    number in it, those of one part, where 0 is of those not told apart yet; and `splits`: how many parts there were ·
-    `orders`: of further pools. A copy, which pools that are copied together share, begins anew."""
+    tables as one keep · `group_of`: where batches of some tables did not fit those of others, the group that each table
+    is planned in, by its pool and number there, else 0 · `splits`: how many such groups were made · `orders`: of
+    further pools. A copy, which pools that are copied together share, begins anew."""
 
     def __init__(self) -> None:
         self.planned: Any = None
         self.contexts: dict[object, Any] = {}
-        self.part_of: dict[tuple[int, int], int] = {}
+        self.group_of: dict[tuple[int, int], int] = {}
         self.splits = 0
         self.orders = itertools.count()
 

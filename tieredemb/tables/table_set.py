@@ -97,9 +97,12 @@ class Place:
         reports: Sequence[Any] | None = None,
     ) -> None:
         self.config = config
-        self.reports = [each for each in [make_fault_report(config)] if each] if reports is None else reports
-        self.faults: Any = self.reports[0] if self.reports else None
-        self.other_faults: list[Any] = list(self.reports) if config.apart and reports is None else []
+        if reports is None:
+            own = make_fault_report(config)
+            reports = [] if own is None else [own]
+        self.reports = reports
+        self.faults: Any = reports[0] if reports else None
+        self.other_faults: list[Any] = [*reports] if config.apart else []
         self.earlier = earlier
         self.groups: list[Group] = []
         self.add(*groups)
