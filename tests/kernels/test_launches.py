@@ -223,7 +223,7 @@ def found_bags(space, batch=3):
     fault, report = words[:3], words[3:]
     bags = new_device_bags(len(ids), space, batch, is_all=space.space.covers_all)
     count = max(2, len(space.space.features)) * batch + 1
-    edges = Edges(torch.arange(count), count, exact=True)
+    edges = Edges(torch.arange(count), count, exact=True, ids=len(ids))
     find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)
     tell_fault(report, words.data_ptr())
     return bags, fault
@@ -323,7 +323,7 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     part = Part(space, layout.owner[space.tables[space.table]])
     width = GpuPart(layout, part, config)
     ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
-    edges = Edges(torch.arange(7), 7, exact=True)
+    edges = Edges(torch.arange(7), 7, exact=True, ids=len(ids))
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
     counts = words[11:].view(3, 5)[:, 1 : 1 + part.columns]
     given = FoundWords(ids, edges, words[:3], words[3:].data_ptr())
@@ -357,7 +357,7 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     part = Part(space, layout.owner[space.tables[space.table]])
     width = GpuPart(layout, part, config)
     ids, words = torch.arange(count), torch.zeros(11 + 3 * 4, dtype=torch.int64)
-    edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False)
+    edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False, ids=count)
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
     counts, given = words[11:].view(3, 4), FoundWords(ids, edges, words[:3], words[3:].data_ptr())
     width.count(batch, given, counts)

@@ -51,7 +51,7 @@ def found(tables, chosen, resident, samples, ids, edges, places=None):
     space = DeviceKeySpace(KeySpace(tables, chosen, [0] * len(tables)), resident, device)
     bags = new_device_bags(len(ids), space, samples, is_all=space.space.is_all(places))
     words = new_faults(1, device).zero_()
-    given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True)
+    given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True, ids=len(ids))
     fault, report, ids = words[:3], words[3:].data_ptr(), torch.from_numpy(ids).to(device)
     find_device_bags(bags, ids, given, space, fault, report, places, padding_is_dropped=True)
     return bags, words

@@ -127,7 +127,7 @@ class _NodeParams(ctypes.Structure):
 
 class _Node:
     """A launch in a graph, of which arguments change: `places`, each by its number and its place among the packed
-    arguments, which are addresses."""
+    arguments."""
 
     def __init__(self, node: int, signature: Signature, packed: bytes) -> None:
         self.node = node
@@ -144,12 +144,12 @@ class _Node:
         self.places: list[tuple[int, Any]] = []
 
     def find(self, now: Sequence[int]) -> bool:
-        """Whether it takes any of the changing arguments, which are at `now`."""
+        """Whether it takes any of the changing arguments, which are `now`."""
         self.places = [(now.index(word.value), word) for word in self._words if word.value in now]
         return bool(self.places)
 
     def tell(self, now: Sequence[int]) -> None:
-        """Its changing arguments are at `now`."""
+        """Its changing arguments are `now`."""
         for argument, word in self.places:
             word.value = now[argument]
 
@@ -167,13 +167,13 @@ class Recording:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: list[_Node] = []
-        self._now: list[int] | None = None  # where the graph knows the changing arguments to be
+        self._now: list[int] | None = None  # the changing arguments that the graph knows of
 
     @contextlib.contextmanager
-    def recorded(self, changing: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Records what this thread launches inside, which must not wait for the device. `changing`: tensors whose
-        places `replay` is told, none empty and no two in one place; inside they are given to kernels of ours alone, and
-        not to cooperative ones."""
+    def recorded(self, changing: Sequence[int]) -> Iterator[None]:
+        """Records what this thread launches inside, which must not wait for the device. `changing`: the arguments that
+        `replay` is told anew, addresses of tensors that are not empty, no two alike, or in place of a number of 64 bits
+        an address that stands for it; inside they are given to kernels of ours alone, and not to cooperative ones."""
         stream = side_stream(self._device, self._priority, "capture")
         launched: list[_Node] = []
 
@@ -190,14 +190,14 @@ class Recording:
             self._pool.used_by(self)
         self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()
-        self._now = [each.data_ptr() for each in changing]
+        self._now = [*changing]
         self._nodes = [node for node in launched if node.find(self._now)]
         found = {argument for node in self._nodes for argument, _ in node.places}
         if len(found) < len(changing):
             raise RuntimeError(f"of {len(changing)} arguments of a recorded graph that change {len(found)} were found")
 
     def replay(self, now: list[int]) -> None:
-        """Launches all on the current stream, with the changing arguments at the addresses `now`."""
+        """Launches all on the current stream, with the changing arguments as they are `now`."""
         library = _library()
         if now != self._now:
             before, self._now = self._now, None  # interrupted, what the graph knows is in doubt

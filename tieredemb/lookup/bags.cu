@@ -175,13 +175,13 @@ __device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i6
 }
 
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
-// DROPPED for padding, bad ids and what lies beyond the last bag; after a bad offset there are no bags. 256 threads a
-// block. Moves 8 + 16 bytes an occurrence.
+// DROPPED for padding, bad ids, what lies beyond the last bag, and the rest of the `room`, which is that of n_ids or more;
+// after a bad offset there are no bags. 256 threads a block. Moves 8 + 16 bytes an occurrence.
 //
 // A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
 // at once, then takes edges and tables from there on into shared memory, where each id finds its own.
 extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
-    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, Space space, i64 *keys,
+    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 room, i64 *local, i64 batch, Space space, i64 *keys,
     int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
     wait_for_prior_kernel();
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     const bool lost = fault->offset != 0;
     const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
     for (i64 bag = thread_index(); lost && bag <= bags; bag += thread_count()) local[bag] = 0;
-    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < n_ids; base += thread_count()) {
+    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < room; base += thread_count()) {
         const i64 k = base + threadIdx.x;
         i64 i = k, id = !position && k < n_ids ? ids[k] : -1;
         u32 own = 0, near_feature = 0;
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
             keys[k] = real && table.slot < 0 ? table.first + id : -1;
             homes[k] = !real ? DROPPED : table.slot < 0 ? -1 : (int)(table.slot + id);
             bag[k] = (int)own;
-        } else if (k < n_ids) {
+        } else if (k < room) {
             keys[k] = -1;
             homes[k] = DROPPED;
             bag[k] = 0;

@@ -86,11 +86,12 @@ class DeviceKeySpace:
 class Edges:
     """Where the bags of all features start and end. `offsets`: int64 (K,) on the device, not yet checked, or bags of
     one length · `count`: F · B + 1, of which the last may be missing and is the number of ids · `exact`: whether the
-    last must be that number."""
+    last must be that number · `ids`: that number, or while launches are recorded an address that stands for it."""
 
     offsets: torch.Tensor | EqualBags
     count: int
     exact: bool
+    ids: int
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, int]:
@@ -101,7 +102,8 @@ class Edges:
 
 @dataclass(frozen=True)
 class DeviceBags:
-    """The bags of one key space in one batch of B samples; N is the number of ids given.
+    """The bags of one key space in one batch of B samples; N is the number of ids given, or more: there is room for so
+    many, and what none was given for is dropped.
 
     `keys`: int64 (N,), negative where there is nothing to look up · `homes`: int32 (N,), −1 for a key, the slot of a
     resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,) · `bag`: int32 (N,), of each occurrence ·
@@ -130,8 +132,8 @@ def tell_fault(report: torch.Tensor, address: int) -> None:
 
 
 def new_device_bags(n: int, space: DeviceKeySpace, batch: int, *, is_all: bool) -> DeviceBags:
-    """Room for the bags of `space` in a batch of `batch` samples with `n` ids. `is_all`: whether all of them are the
-    space's, in its features' order."""
+    """Room for the bags of `space` in a batch of `batch` samples with `n` ids, or fewer. `is_all`: whether all
+    of them are the space's, in its features' order."""
     device = space.device
     return DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
@@ -154,22 +156,22 @@ def find_device_bags(
     *,
     padding_is_dropped: bool,
 ) -> None:
-    """Finds the bags of `space` among `ids` (int64 (N,)), in which features have theirs at `places`. Does not
-    synchronise, but for new places; bad ids, and offsets that do not start at 0, fall, or leave the ids, leave a mark
-    in `fault` and are reported to the words at `report`."""
-    n, batch = ids.shape[0], bags.batch
+    """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, for which `bags` have room), in which features
+    have theirs at `places`. Does not synchronise, but for new places; bad ids, and offsets that do not start at 0,
+    fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    room, batch = bags.homes.shape[0], bags.batch
     offsets, given = edges.arguments
     features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
     check(
-        blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, offsets, given, n, edges.count, edges.exact,
+        blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, offsets, given, edges.ids, edges.count, edges.exact,
         batch, features, fault, bags.offsets,
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, n, bags.offsets,
-        batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
-        fault, report,
+        max(1, blocks_for(room, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, edges.ids, room,
+        bags.offsets, batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position,
+        edges.count, fault, report,
     )  # fmt: skip
 
 

@@ -196,14 +196,17 @@ def _plan_as_one(
     seen, signature = seen_of(inputs)
     try:
         context = known_context(pools, first.options)
-        form = None if context is None else context.forms.get(signature, context.tables.placed.now)
+        form = None
+        if context is not None:
+            counts = [its[0][3].numel() for its in seen]
+            form = context.forms.get(signature, counts, context.tables.placed.now)
         if context is None or form is None:
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
             context = context_of(pools, first.options) if may_join(batches) else None
             if context is None:
                 _split(group, batches)
                 return False
-            form = BatchForm(batches, [len(numbers) for _, numbers in pools])
+            form = BatchForm.of(batches, [len(numbers) for _, numbers in pools])
             context.forms.put(signature, context.tables.placed.now, form)
         device = pools[0][0].placed.now.config.device
         call = call_type(device.type)(context, form.size, form)

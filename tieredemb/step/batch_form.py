@@ -52,17 +52,16 @@ class Block(NamedTuple):
 
 
 class BatchForm:
-    """What `batches` that `may_join` have in common, of which so many are of each pool as `sizes` says. `size`: their
-    samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets ·
-    `with_offsets`: which those are · `blocks`: of each pool · `where`: of each its block, and its place there ·
-    `is_equal`: whether the bags of each block are of one length, so that no edges are joined ·
-    `layout`: tells forms of as many ids and samples apart."""
+    """What batches that `may_join` have in common, of which so many are of each pool as `sizes` says. `size`: their
+    samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets · `is_flat`:
+    whether the ids of all are of one dimension · `with_offsets`: which have offsets · `blocks`: of each pool · `where`:
+    of each its block, and its place there · `is_equal`: whether the bags of each block are of one length, so that no
+    edges are joined · `layout`: tells forms of as many ids and samples apart."""
 
-    def __init__(self, batches: Sequence[Batch], sizes: Sequence[int]) -> None:
-        self.size = batches[0].size
-        self.counts = [batch.ids.shape[0] for batch in batches]
-        self._is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
-        self.lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+    def __init__(
+        self, size: int, counts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int], *, is_flat: bool
+    ) -> None:
+        self.size, self.counts, self.lengths, self._sizes, self._is_flat = size, [*counts], lengths, sizes, is_flat
         self.with_offsets = [number for number, length in enumerate(self.lengths) if length < 0]
         self.blocks: list[Block] = []
         self.where: list[tuple[int, int]] = []
@@ -70,8 +69,19 @@ class BatchForm:
             self.blocks.append(self._block(number, range(len(self.where), len(self.where) + count)))
             self.where += [(number, place) for place in range(count)]
         self.is_equal = all(block.bags is not None for block in self.blocks)
-        self.edges = len(batches) * self.size + len(self.blocks)
-        self.layout = tuple((block.ids.stop, block.bags if self.is_equal else None) for block in self.blocks)
+        self.edges = len(self.counts) * self.size + len(self.blocks)
+        self.layout = tuple(block.bags if self.is_equal else len(block.positions) for block in self.blocks)
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], sizes: Sequence[int]) -> BatchForm:
+        """That of these batches."""
+        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+        is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
+        return cls(batches[0].size, [batch.ids.shape[0] for batch in batches], lengths, sizes, is_flat=is_flat)
+
+    def of_counts(self, counts: Sequence[int]) -> BatchForm:
+        """The same of so many ids."""
+        return BatchForm(self.size, counts, self.lengths, self._sizes, is_flat=self._is_flat)
 
     def _block(self, number: int, positions: range) -> Block:
         first, starts = sum(self.counts[: positions.start]), [0]
@@ -112,20 +122,26 @@ class BatchForm:
 
 
 class BatchForms:
-    """Those of one choice of tables, by the signature of the inputs (`seen_of`)."""
+    """Those of one choice of tables, the last one for each signature of the inputs (`seen_of`)."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None
         self._known: OrderedDict[Any, BatchForm] = OrderedDict()
 
-    def get(self, signature: Any, place: Place) -> BatchForm | None:
-        """That of batches of that signature; None where such were not checked, of tables where they are."""
+    def get(self, signature: Any, counts: Sequence[int], place: Place) -> BatchForm | None:
+        """That of batches of that signature, and of so many ids; None where such were not checked, of tables where they
+        are, or there are no ids."""
         if self._place is None or self._place() is not place:
             return None
         found = self._known.get(signature)
-        if found is not None:
-            with contextlib.suppress(KeyError):  # another thread may have put others in its place
-                self._known.move_to_end(signature)
+        if found is None:
+            return None
+        if found.counts != counts:
+            if sum(counts) == 0:
+                return None
+            found = self._known[signature] = found.of_counts(counts)
+        with contextlib.suppress(KeyError):  # another thread may have put others in its place
+            self._known.move_to_end(signature)
         return found
 
     def put(self, signature: Any, place: Place, form: BatchForm) -> None:

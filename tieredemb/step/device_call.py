@@ -52,6 +52,7 @@ class DeviceCall(Call):
     stack: Stack | None = None  # what the rows of its output are, if that has one
     layout: Hashable = None  # of several forwards, what tells their batches apart (`BatchForm`)
     blocks = 1  # groups that have ids and outputs of their own, or one for all
+    rooms: Sequence[int] = ()  # for how many ids its memory has room, of each block
     # of an `alone` call: tensors that it has beside the memory of all, and the stream that made them
     own: Sequence[torch.Tensor] = ()
     made_on = 0
@@ -75,6 +76,7 @@ class DeviceCall(Call):
     ) -> None:
         # with the first one of several forwards: there may be none
         self.ids, self.tells_later = batch.ids.shape[0], ahead or self.form is not None
+        self.rooms = self.counts()
         self.stack = batch.stack
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
@@ -94,7 +96,9 @@ class DeviceCall(Call):
         with on_device(ids.device):
             fits = memory is not None and memory.fits(groups, self.ids_in(groups), self.batch, batch.places)
             self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=trains)
-            self.launch(groups, ids, edges, scored=scored, ages=ages, ahead=ahead)
+            if self.memory.ids is not None:
+                ids = self.memory.ids.copy_(ids)
+            self.launch(groups, self.blocks_of(ids, edges), scored=scored, ages=ages, ahead=ahead)
 
     @staticmethod
     def inputs(batch: Batch, *, may_exceed_bags: bool = False) -> tuple[torch.Tensor, Edges]:
@@ -102,13 +106,16 @@ class DeviceCall(Call):
         offsets = batch.offsets
         if not isinstance(offsets, EqualBags):
             offsets = offsets.detach().to(torch.int64).contiguous()
-        return batch.ids.to(torch.int64), Edges(offsets, batch.edges, batch.exact and not may_exceed_bags)
+        exact = batch.exact and not may_exceed_bags
+        return batch.ids.to(torch.int64), Edges(offsets, batch.edges, exact, batch.ids.shape[0])
 
     def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
-        """How many each group looks among."""
-        if self.form is not None:
-            return [block.starts[-1] for block in self.form.blocks]
-        return [self.ids] * len(groups)
+        """How many each group has room for."""
+        return [*self.rooms] if self.form is not None else [*self.rooms] * len(groups)
+
+    def counts(self) -> list[int]:
+        """How many ids there are, of each block."""
+        return [self.ids] if self.form is None else [block.starts[-1] for block in self.form.blocks]
 
     def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
         """The ids that each group looks among, int64 (N,), and the edges of their bags: all, but of several forwards
@@ -118,20 +125,24 @@ class DeviceCall(Call):
         found = []
         for block in self.form.blocks:
             bags: Any = block.bags if self.form.is_equal else cast("torch.Tensor", edges.offsets)[block.edges]
-            its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact)
+            its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact, block.starts[-1])
             found.append((ids[block.ids], its))
         return found
 
     def launch(
-        self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: Ages, ahead: bool
+        self,
+        groups: list[DeviceGroup],
+        blocks: list[tuple[torch.Tensor, Edges]],
+        *,
+        scored: bool,
+        ages: Ages,
+        ahead: bool,
     ) -> None:
-        """Plans `ids` into the memory that the call has, on their device, which is the current one."""
+        """Plans ids (`blocks_of`) into the memory that the call has, on their device, which is the current one."""
         tables, given = self.context.tables, None
-        if self.memory.ids is not None:
-            ids = self.memory.ids.copy_(ids)
-        blocks = self.blocks_of(ids, edges)
+        device = self.memory.words.device
         if len(blocks) < len(groups):
-            blocks *= len(groups)
+            blocks = blocks * len(groups)
         # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
         if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
             given = groups[0].cache.aside(functools.partial(self._find_bags, groups, blocks))
@@ -140,7 +151,7 @@ class DeviceCall(Call):
         else:  # each with its plan
             self.memory.words.zero_()
         if tables.config.check_ids == "always":
-            _check_at_once(tables, ids.device)
+            _check_at_once(tables, device)
         try:
             for group in groups if ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
@@ -158,7 +169,7 @@ class DeviceCall(Call):
                 part.plan(its, scored=scored, ages=of_groups[g], given=given, ahead=ahead)
                 self.parts.append(part)
 
-            side_by_side(ids.device, [functools.partial(plan, g) for g in range(len(groups))])
+            side_by_side(device, [functools.partial(plan, g) for g in range(len(groups))])
         except BaseException:
             self.release()
             if given is not None:

@@ -61,8 +61,8 @@ class Made(Future[T]):
 
 def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
     """The inputs of forwards as they are. Of each, of a tensor itself, its address, its version (−1 in inference mode,
-    where none is counted), shape and strides. And a signature: batches of which it is equal have one form
-    (`BatchForm`)."""
+    where none is counted), shape and strides. And a signature: batches of which it is equal have forms that differ in
+    the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
     seen, signature = [], list[object]()
     for given in forwards:
         its: list[Any] = []
@@ -71,7 +71,8 @@ def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, .
                 shape, stride = each.shape, each.stride()
                 version = -1 if each.is_inference() else each._version
                 its.append((each, each.data_ptr(), version, shape, stride))
-                signature += shape, stride, each.dtype, each.device
+                is_any_number = not its and len(given) > 1 and len(shape) == 1
+                signature += None if is_any_number else shape, stride, each.dtype, each.device
             else:
                 its.append(each)
         signature.append(None)

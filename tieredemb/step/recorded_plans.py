@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -38,15 +39,24 @@ if TYPE_CHECKING:
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
+STEPS = 16  # an octave, of the room that a plan has for ids, which batches of about as many share
+LEAST_STEP = 256  # ids more, which take no longer
+
+
+def room_for(ids: int) -> int:
+    """How many ids a recorded plan has room for, of a batch that has so many: as many or up to a sixteenth more."""
+    step = max(LEAST_STEP, (1 << ids.bit_length()) // (2 * STEPS))
+    return -(-ids // step) * step
 
 
 class Form(NamedTuple):
-    """What the launches of a plan depend on. `layout`: see `DeviceCall` · `given`: how many of the `edges` are given,
-    or the length of all bags where they are `equal` · `exact`, `places`: see `Batch` · `stacked`: how many rows an
-    output has that is a `Stack`, and not a plain one, else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
+    """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
+    `DeviceCall` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
+    `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and not a plain one,
+    else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
 
     layout: Hashable
-    ids: int
+    rooms: tuple[int, ...]
     batch: int
     edges: int
     given: int
@@ -61,6 +71,7 @@ class Form(NamedTuple):
 
 _numbers = itertools.count()
 Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
+Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `DeviceCall.blocks_of`
 
 
 class Forgets(Protocol):
@@ -83,8 +94,8 @@ def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
 
 class _Site:
     """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
-    plans can be · `waits`: whether these wait for the host · `pools`: whether lookups need nothing that lies between a
-    plan and them."""
+    plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `waits`: whether plans wait
+    for the host · `pools`: whether lookups need nothing that lies between a plan and them."""
 
     def __init__(self, call: DeviceCall, plans: RecordedPlans) -> None:
         context = call.context
@@ -96,6 +107,7 @@ class _Site:
         self.locks, self.plan_locks = Locks(caches), Locks(caches, rows=False)
         self.waits = not all(group.cache.cold.device_readable for group in self.groups)
         self.only = self.groups[0].cache if len(self.groups) == 1 and not self.waits else None
+        self.is_pooled = place.config.pooled
         self.is_recordable = place.config.check_ids != "always" and can_record()
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
         self.pools = plain and context.options.max_norm is None
@@ -132,14 +144,20 @@ class RecordedPlans:
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
+        if not equal and batch.stack is None and (call.form is not None or site.is_pooled):
+            call.rooms = [room_for(count) for count in call.rooms]
         form = Form(
-            call.layout, n, batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages,
-            ahead,
+            call.layout, tuple(call.rooms), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked,
+            trains, ages, ahead,
         )  # fmt: skip
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
-                return self._plan(call, site, form, batch)
-        return self._plan(call, site, form, batch)
+                is_planned = self._plan(call, site, form, batch)
+        else:
+            is_planned = self._plan(call, site, form, batch)
+        if not is_planned:
+            call.rooms = call.counts()
+        return is_planned
 
     def _plan(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
         if site.only is not None:
@@ -201,7 +219,7 @@ class Recorded:
     def __init__(self, call: DeviceCall, site: _Site, key: Key, batch: Batch) -> None:
         form, following = key
         self.number = next(_numbers)
-        ids, edges = call.inputs(batch)
+        blocks = call.blocks_of(*call.inputs(batch))
         groups = self._groups = site.groups
         self._ids_in = call.ids_in(groups)
         self._output = call.output_shapes(), call.context.tables.config.output_dtype, site.device
@@ -211,8 +229,10 @@ class Recorded:
         with no_inference(), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
-            copies = any(trained is not None for trained in self._memory.trained)
-            self._ids = torch.empty_like(ids) if copies else None
+            copies = self._memory.ids
+            self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.rooms])
+            # words that stand for the number of ids of each block
+            self._counts = torch.empty(len(blocks), dtype=torch.int64, device=site.device).unbind()
             self._row = None  # of each id, read by torch's kernels, too
             if form.stacked >= 0 and call.stack is not None:
                 self._row = torch.empty_like(call.stack.row)
@@ -223,11 +243,11 @@ class Recorded:
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
         outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
-        self._transfers = self._record(call, key, ids, edges, outs)
+        self._transfers = self._record(call, key, blocks, outs)
         for transfer in self._transfers:
             if transfer is not None:
                 transfer.record_finish(self._new_graph())
-        self._run(call, ids, edges, outs, batch.stack)
+        self._run(blocks, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
@@ -245,37 +265,42 @@ class Recorded:
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def _record(
-        self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, outs: list[torch.Tensor] | None
+        self, call: DeviceCall, key: Key, blocks: Blocks, outs: list[torch.Tensor] | None
     ) -> list[RecordedTransfer | None]:
         """Returns the transfer of each group whose rows pass through the host."""
         form, following = key
-        read = ids if self._ids is None else self._ids
-        if isinstance(edges.offsets, torch.Tensor) and edges.offsets.data_ptr() == ids.data_ptr():
-            edges = Edges(edges.offsets.clone(), edges.count, edges.exact)  # the graph could not tell them apart
-        changing = self._inputs(call, ids, edges)
-        changing += outs or ()
+        given = []
+        for (ids, edges), count, read in zip(blocks, self._counts, self._ids or repeat(None), strict=False):
+            offsets = edges.offsets
+            if isinstance(offsets, torch.Tensor) and offsets.data_ptr() == ids.data_ptr():
+                offsets = offsets.clone()  # the graph could not tell them apart
+            given.append((ids if read is None else read, replace(edges, offsets=offsets, ids=count.data_ptr())))
+        changing = self._changing(given, outs)
         with ExitStack() as inside:
             transfers = [
                 inside.enter_context(group.cache.recording(plan, n))
                 for group, plan, n in zip(self._groups, following, self._ids_in, strict=True)
             ]
             inside.enter_context(self._graph.recorded(changing))
-            call.launch(self._groups, read, edges, scored=True, ages=form.ages, ahead=form.ahead)
+            call.launch(self._groups, given, scored=True, ages=form.ages, ahead=form.ahead)
             if outs is not None:
                 call.look_up(outs, None, keep_argmax=False, keep_rows=False)
             for part in call.parts:
                 part.join()
-            changing += [argument for each in transfers if each is not None for argument in each.changing]
+            changing += [word.data_ptr() for each in transfers if each is not None for word in each.changing]
         return transfers
 
-    def _inputs(self, call: DeviceCall, ids: torch.Tensor, edges: Edges) -> list[torch.Tensor]:
-        """Those that the graph is told of each time, unless it has copies."""
+    def _changing(self, blocks: Blocks, outs: Sequence[torch.Tensor] | None) -> list[int]:
+        """What the graph is told each time: how many ids there are, where inputs are that it has no copies of, and
+        where outputs are."""
         found = []
-        for its, bags in call.blocks_of(ids, edges):
+        for ids, edges in blocks:
+            found.append(edges.ids)
             if self._ids is None:
-                found.append(its)
-            if isinstance(bags.offsets, torch.Tensor) and bags.offsets.shape[0]:
-                found.append(bags.offsets)
+                found.append(ids.data_ptr())
+            if isinstance(edges.offsets, torch.Tensor) and edges.offsets.shape[0]:
+                found.append(edges.offsets.data_ptr())
+        found += [out.data_ptr() for out in outs or ()]
         return found
 
     def is_free(self) -> bool:
@@ -302,7 +327,8 @@ class Recorded:
             offsets = offsets.to(torch.int64).contiguous()
         outs = self._new_outputs() if self._pools else None
         batches = [group.cache.count_next() for group in self._groups]
-        self._run(call, ids, Edges(offsets, batch.edges, batch.exact), outs, batch.stack)
+        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
+        self._run(call.blocks_of(ids, edges), outs, batch.stack)
         call.parts = [
             part.again(group.cache.replanned(number, homes, overflow))
             for group, part, number, homes, overflow in zip(
@@ -350,7 +376,7 @@ class Recorded:
             with ExitStack() as inside:
                 for group in self._groups:
                     inside.enter_context(group.cache.captured())
-                inside.enter_context(lookup.recorded(outs))
+                inside.enter_context(lookup.recorded([out.data_ptr() for out in outs]))
                 call.tell()
                 call.look_up(outs, None, keep_argmax=False, keep_rows=False)
         except Exception as error:
@@ -360,19 +386,12 @@ class Recorded:
         self._lookup = lookup
         return True
 
-    def _run(
-        self,
-        call: DeviceCall,
-        ids: torch.Tensor,
-        edges: Edges,
-        outs: list[torch.Tensor] | None,
-        stack: Stack | None,
-    ) -> None:
+    def _run(self, blocks: Blocks, outs: list[torch.Tensor] | None, stack: Stack | None) -> None:
         if self._row is not None and stack is not None:
             copy_on_device(self._row, stack.row)
-        if self._ids is not None:
-            copy_on_device(self._ids, ids)
-        now = [each.data_ptr() for each in (*self._inputs(call, ids, edges), *(outs or ()))]
+        for copy, (ids, _) in zip(self._ids or (), blocks, strict=False):
+            copy_on_device(copy[: ids.shape[0]], ids)
+        now = self._changing(blocks, outs)
         for transfer in self._transfers:
             if transfer is not None:
                 now += transfer.expect()
@@ -389,5 +408,5 @@ class Recorded:
     def size_bytes(self) -> int:
         """Of what it plans into, and copies."""
         reports = sum(transfer.size_bytes() for transfer in self._transfers if transfer is not None)
-        held = *self._memory.tensors(), self._ids, self._row
+        held = *self._memory.tensors(), self._row
         return reports + sum(each.nbytes for each in held if each is not None)

@@ -129,7 +129,7 @@ class RecordedUpdates:
                 is_one = len(its) == 1
                 buffers.append(None if is_one else torch.empty(shape, dtype=its[0].dtype, device=its[0].device))
         graph = Recording(grads[0][0].device, plans[0].compute_pool)
-        with graph.recorded([its[0] for its in grads if len(its) == 1]):
+        with graph.recorded([its[0].data_ptr() for its in grads if len(its) == 1]):
             launch([its if buffer is None else [buffer] for its, buffer in zip(grads, buffers, strict=True)])
         return _Update(plans, [*kept], buffers, graph)
 

@@ -92,7 +92,7 @@ class RecordedStaged(RecordedTransfer):
         with no_inference():
             weight = torch.empty((1, layout.columns), dtype=layout.device_dtype, device=device)
             state = torch.empty((1, layout.state_width + 1), dtype=torch.int32, device=device)
-        with graph.recorded([weight, state]):
+        with graph.recorded([weight.data_ptr(), state.data_ptr()]):
             self._staged.launch_finish(plan, plan.missed.n, weight, state)
             if plan.beside:
                 plan.beside()

@@ -1,0 +1,168 @@
+"""Batches of any number of ids: their plans are recorded for about as many, and replayed with the numbers of plans that
+are launched each time. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import assert_same_bits
+from step.recordings import ROWS, both, count_replays
+from torch import nn
+from training import bits
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.step.recorded_plans import LEAST_STEP, STEPS, room_for
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+BATCHES, SAMPLES = 24, 6
+CAPACITIES = [1, 40, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """Whatever the environment of the whole run says."""
+    monkeypatch.setenv("TIEREDEMB_RECORD", "1")
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    return count_replays(monkeypatch)
+
+
+def bags_of(seed, features=1, *, rows=ROWS, longest=30, last=False):
+    """Ids of features, (N,), and offsets; of each sample 0 to `longest` ids. `last`: with the end of the last bag."""
+    random = torch.Generator("cpu").manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (features * SAMPLES,), generator=random, device="cpu")
+    ids = torch.randint(rows, (int(lengths.sum()),), generator=random, device="cpu")
+    edges = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)])
+    return ids.cuda(), (edges if last else edges[:-1]).cuda()
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("given", ["offsets", "last offset", "int32", "padding"])
+def test_one_table(monkeypatch, replays, capacity, mode, given):
+    def run():
+        last = given == "last offset"
+        bag = te.TieredEmbeddingBag(
+            ROWS, 8, mode=mode, capacity=capacity, optimizer=te.Adagrad(lr=0.1), seed=3, include_last_offset=last,
+            padding_idx=3 if given == "padding" else None,
+        )  # fmt: skip
+        outputs = []
+        for step in range(BATCHES):
+            ids, offsets = bags_of(step, last=last)
+            out = bag(ids.int(), offsets.int()) if given == "int32" else bag(ids, offsets)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        assert bag.stats().lookups == sum(len(bags_of(step)[0]) for step in range(BATCHES)) or given == "padding"
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) >= BATCHES - 6
+
+
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.01), te.RowWiseAdagrad(lr=0.1)])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+def test_a_collection_of_several_widths(monkeypatch, replays, capacity, depth, optimizer):
+    tables = [
+        te.TableConfig(name=f"t{at}", num_embeddings=rows, embedding_dim=width, mode=mode)
+        for at, (rows, width, mode) in enumerate([(ROWS, 8, "sum"), (50, 16, "mean"), (120, 8, "mean"), (9, 4, "sum")])
+    ]
+
+    def run():
+        model = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=optimizer, seed=1)
+        batches = [bags_of(step, len(tables), rows=9, last=True) for step in range(BATCHES)]
+        outputs = []
+        for ids, offsets in te.prefetch(batches, model, depth) if depth else batches:
+            out = model(ids, offsets)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *bits(model)]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("widths", [(8, 8, 8), (8, 16, 8)])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+def test_converted_tables(monkeypatch, replays, widths, kind, prefetch):
+    sizes = (ROWS, 50, 120)
+
+    def run():
+        torch.manual_seed(0)
+        given = zip(sizes, widths, (None, 7, None), strict=True)
+        model = Each(nn.EmbeddingBag(rows, width, mode="sum", padding_idx=padding) for rows, width, padding in given)
+        optimizer = kind(model.cuda().parameters(), lr=0.1)
+        te.replace_embedding_bags(model, capacity=0.3, optimizer=optimizer)
+        batches = [[bags_of(3 * step + at, rows=rows) for at, rows in enumerate(sizes)] for step in range(BATCHES)]
+        outputs = []
+        for batch in te.prefetch(batches, model) if prefetch else batches:
+            out = model(batch)
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+            outputs.append(out.detach())
+        return [*outputs, *model.state_dict().values()]
+
+    assert both(monkeypatch, replays, run) > BATCHES // 3
+
+
+class Each(nn.Module):
+    """The bags of each table, side by side."""
+
+    def __init__(self, tables):
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, batch):
+        return torch.cat([table(*given) for table, given in zip(self.tables, batch, strict=True)], 1)
+
+
+@pytest.mark.parametrize("fault", ["id", "offset", "end"])
+def test_faults_are_reported_in_terms_of_their_batch(replays, fault):
+    bag = te.TieredEmbeddingBag(
+        ROWS, 8, mode="sum", capacity=40, optimizer=te.SGD(lr=0.1), include_last_offset=fault == "end"
+    )
+    for step in range(BATCHES):
+        bag(*bags_of(step, last=fault == "end")).sum().backward()
+    before, count = bits(bag), len(replays)
+    ids, offsets = bags_of(99, last=fault == "end")
+    ids, offsets = ids.clone(), offsets.clone()
+    if fault == "id":
+        ids[-1] = ROWS
+        error, message = IdOutOfRangeError, f"id {ROWS} at position {len(ids) - 1}"
+    else:
+        at = 2 if fault == "offset" else SAMPLES
+        offsets[at] = len(ids) + 1
+        error, message = InvalidInputError, "offsets"
+    bag(ids, offsets).sum().backward()
+    assert len(replays) == count + 1
+    with pytest.raises(error, match=message):
+        bag.flush()
+    assert_same_bits(bits(bag), before)
+
+
+def test_none_one_and_many_ids_in_turn(monkeypatch, replays):
+    def run():
+        bag = te.TieredEmbeddingBag(10**5, 8, mode="sum", capacity=64, optimizer=te.SGD(lr=0.1), seed=2)
+        outputs = []
+        for step, longest in enumerate([0, 1, 200, 3, 1] * 8):
+            out = bag(*bags_of(step, rows=10**5, longest=longest))
+            out.square().sum().backward()
+            outputs.append(out.detach())
+            if step % 6 == 5:
+                with torch.no_grad():
+                    outputs.append(bag(*bags_of(1000 + step, rows=10**5)))
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+def test_rooms_are_few_and_not_much_larger():
+    for n in [1, 255, 256, 257, 4095, 4096, 4097, 10**5, 10**6 + 1, 2**28]:
+        room = room_for(n)
+        assert n <= room <= max(n + LEAST_STEP - 1, n * (1 + 1 / STEPS))
+    assert room_for(0) == 0
+    assert len({room_for(n) for n in range(2**16, 2**17)}) <= STEPS + 1
