@@ -31,7 +31,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import compiler
 from tieredemb.kernels.arguments import signature, struct_type
 from tieredemb.kernels.compiler import Kernel
-from tieredemb.kernels.constants import DROPPED
+from tieredemb.kernels.constants import DROPPED, MOST_JOINED, MOST_TOLD
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.kernels.spread import RowSpread
@@ -40,14 +40,15 @@ from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
     DeviceKeySpace,
     Edges,
+    Joined,
     find_device_bags,
-    join_edges,
+    join_bags,
     new_device_bags,
     new_faults,
     tell_fault,
     words_of,
 )
-from tieredemb.lookup.device_lookup import ADDRESSES, DeviceLookup
+from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.lookup.exact_sum import new_sums
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
@@ -281,7 +282,10 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         lookup.pool(hot, overflow, homes, bags, given, out, winners)
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
     lookup.spread(hot, overflow, homes, RowSpread(torch.full((2,), 2**40, dtype=torch.int64), each=5, first=0))
-    assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((5, 2), dtype=torch.int64), 3, 8).shape == (8,)
+    n = MOST_JOINED + 1
+    joined = Joined(3, [1] * n, [5 * f for f in range(n)], [5] * n, [0] * n, [3 * f for f in range(n)], [8] * n)
+    together, edges = join_bags([torch.zeros(5, dtype=torch.int64)] * n, [None] * n, joined, 3 * n + 1)
+    assert (together.shape, edges.shape) == ((5 * n,), (3 * n + 1,))
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
     distinct = lookup.distinct_segments(torch.arange(10, dtype=torch.int32), bags.bag, bags.batch)
@@ -294,8 +298,8 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         )
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
             lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers, past, steps)
-    told = lookup.addresses([torch.zeros(4)] * (ADDRESSES + 1))
-    assert (told.shape, told.dtype) == ((ADDRESSES + 1,), torch.int64)
+    told = lookup.addresses([torch.zeros(4)] * (MOST_TOLD + 1))
+    assert (told.shape, told.dtype) == ((MOST_TOLD + 1,), torch.int64)
     dense = {"segments_catch_up", "rows_keep_replayed", "rows_read_current", "step_end"}
     if past is not None:
         lookup.catch_up(hot, overflow, segments, fault, past, steps)

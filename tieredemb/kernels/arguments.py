@@ -7,6 +7,7 @@ that `struct_type` makes of its fields. All of this is found once a kernel, and 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -33,7 +34,8 @@ LOWEST_ADDRESS = 2**32  # nothing that a kernel reaches lies lower: a smaller nu
 class Argument(NamedTuple):
     """What may stand in one place. `declared`: as the source says it · `packed`: how `struct` packs it · `alignment`:
     of its own bytes · `dtypes`: of a tensor where it is a pointer, None for any · `points_to`: the alignment of what a
-    pointer points to, 0 for no pointer · `whole`: the type of a struct's values."""
+    pointer points to, 0 for no pointer · `whole`: the type of a struct's values · `numbers`: of an array in a struct, 0
+    for none."""
 
     name: str
     declared: str
@@ -42,9 +44,12 @@ class Argument(NamedTuple):
     dtypes: tuple[torch.dtype, ...] | None = ()
     points_to: int = 0
     whole: type[StructValue] | None = None
+    numbers: int = 0
 
     def takes(self, given: Any, device: int) -> bool:
         """Whether `given` may stand there in a launch on `device`."""
+        if self.numbers:
+            return len(given) == self.numbers and all(isinstance(each, (int, np.integer)) for each in given)
         if self.whole is not None:
             return type(given) is self.whole and all(
                 part.takes(field, device) for part, field in zip(self.whole.parts, given.fields, strict=True)
@@ -79,7 +84,11 @@ class StructValue(bytes):
         if fields.keys() != set(names):
             raise InvalidInputError(f"a {cls.__name__} has the fields {', '.join(names)}; got {', '.join(fields)}")
         given = tuple([fields[name] for name in names])
-        made = super().__new__(cls, cls.packing.pack(*values_of(given)))
+        values = values_of(given)
+        if any(part.numbers for part in cls.parts):
+            each = [value if part.numbers else (value,) for part, value in zip(cls.parts, values, strict=True)]
+            values = [*itertools.chain.from_iterable(each)]
+        made = super().__new__(cls, cls.packing.pack(*values))
         made.fields = given
         return made
 
@@ -125,11 +134,18 @@ def struct_type(file: str, name: str) -> type[StructValue]:
     """The type of the values of a struct that kernels of a `.cu` file take whole: called with its fields by name."""
     source = read(file)
     layout = source.layout(name)
-    parts = tuple(_argument(source, field.name, field.type, file) for field in layout.fields)
+    parts = tuple(_array(_argument(source, field.name, field.type, file), field.counts) for field in layout.fields)
     packing, starts = _packing(parts, layout.size)
     if starts != [field.offset for field in layout.fields]:
-        raise SourceError(f"{file}: {name} cannot be given whole: it has arrays, or bytes between its fields")
+        raise SourceError(f"{file}: {name} cannot be given whole: it has arrays of arrays, or bytes between its fields")
     return type(name, (StructValue,), {"parts": parts, "packing": packing})
+
+
+def _array(argument: Argument, counts: tuple[int, ...]) -> Argument:
+    """An argument, or an array of such numbers."""
+    if len(counts) != 1 or argument.packed not in ("i", "q"):
+        return argument
+    return argument._replace(packed=f"{counts[0]}{argument.packed}", numbers=counts[0])
 
 
 def _argument(source: Source, name: str, type: Type, place: str) -> Argument:

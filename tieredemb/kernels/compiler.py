@@ -137,7 +137,7 @@ class _Arguments:
 
     def __init__(self) -> None:
         self.config = ctypes.create_string_buffer(CONFIG.size)
-        self.buffer = ctypes.create_string_buffer(1024)
+        self.buffer = ctypes.create_string_buffer(4096)
         self.size = ctypes.c_size_t()
         # 1: here is the buffer, 2: and here its size, 0: the end
         self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)

@@ -43,6 +43,11 @@ SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, hav
 SERIES_ERROR = 1e-7  # relative, of a move; above it steps are replayed
 MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
 
+# inputs that are put together: of how many features by one launch, and bits of what is known of each
+MOST_JOINED = 56
+IDS_32, OFFSETS_32, LAST, KIND_BITS = 1, 2, 4, 3
+MOST_TOLD = 64  # addresses that a launch is told of
+
 # exact sums, int64: digits of 32 bits, then how many infinities and NaNs are in it; see lookup/exact_sum.py
 EXACT_DIGITS = 66  # 32 bits each: all that float64 holds, and room for a carry
 EXACT_INFINITIES, EXACT_NANS, EXACT_WORDS = 66, 67, 68

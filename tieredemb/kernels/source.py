@@ -45,7 +45,7 @@ SIZES = {  # of what the language knows by itself; all are aligned to their size
     **{"float": 4, "double": 8, "long long": 8, "unsigned long long": 8, "int4": 16, "uint4": 16},
 }
 WORDS_OF_TYPES = {word for name in SIZES for word in name.split()}
-QUALIFIERS = ("const", "volatile")
+QUALIFIERS = ("const", "volatile", "__grid_constant__")
 FUNCTION = ("__device__", "__host__", "template")  # what ours begin with
 
 

@@ -28,25 +28,46 @@ struct Edges {
 
 constexpr i64 MISPLACED = -(1ll << 61), MOST_MISPLACED = 1ll << 60;  // of an edge that should be a first one: + offset
 
-// The edges of features that were looked up by themselves, put together, those of one pool behind those of another:
-// int64 (features · batch + pools). `parts`: int64 (5, features), of each the number of ids of its pool before its own,
-// which of the blocks of `batch` offsets is its own, or −1, the length of its bags if it has none, how many pools there
-// are before its own, and of the last one of a pool how many ids that has, else −1. An offset other than 0 of a first
-// bag becomes an edge that no check lets pass.
-extern "C" __global__ void edges_join(const i64 *offsets, const i64 *parts, i64 features, i64 batch, i64 *edges) {
+// The inputs of features that were looked up by themselves. Of each `ids`: where its ids lie; `stride`: from one to the
+// next, in elements; `offsets`: where its bags start, null where all are of one length; `start`: of its ids among those
+// of all; `n_ids`: how many it has; `before`: ids of its pool before its own; `edge`: of its first bag among the edges of
+// all; `kind`: of bits IDS_32, OFFSETS_32 and LAST of its pool, and above them the length of its bags.
+struct Joined {
+    i64 ids[MOST_JOINED], stride[MOST_JOINED], offsets[MOST_JOINED], start[MOST_JOINED], n_ids[MOST_JOINED],
+        before[MOST_JOINED], edge[MOST_JOINED], kind[MOST_JOINED];
+};
+
+__device__ __forceinline__ i64 integer_at(i64 address, i64 place, bool is_32) {
+    return is_32 ? (i64)((const int *)address)[place] : ((const i64 *)address)[place];
+}
+
+// Puts the ids of the features together, and, unless `edges` is null, the edges of their bags, `batch` of each: those of
+// one pool behind those of another, and behind the last one of a pool how many ids that has. `total`: ids of them all,
+// from the first one's `start` on. An offset other than 0 of a first bag becomes an edge that no check lets pass. Moves 16
+// bytes an id and a bag.
+extern "C" __global__ void bags_join(const __grid_constant__ Joined joined, int features, i64 total, i64 batch, i64 *ids, i64 *edges) {
     wait_for_prior_kernel();
-    for (i64 k = thread_index(); k < features * batch; k += thread_count()) {
-        const i64 f = k / batch, b = k - f * batch;
-        const i64 start = parts[f], block = parts[features + f], end = parts[4 * features + f];
-        i64 offset = block < 0 ? b * parts[2 * features + f] : offsets[block * batch + b];
-        i64 *edge = edges + k + parts[3 * features + f];
+    const i64 first = joined.start[0], n_edges = edges ? features * batch : 0;
+    for (i64 k = thread_index(); k < total + n_edges; k += thread_count()) {
+        if (k < total) {
+            int f = 0;
+            for (int step = 32; step; step /= 2)
+                if (f + step < features && joined.start[f + step] - first <= k) f += step;
+            const i64 own = k - (joined.start[f] - first);
+            ids[first + k] = integer_at(joined.ids[f], own * joined.stride[f], joined.kind[f] & IDS_32);
+            continue;
+        }
+        const i64 f = (k - total) / batch, b = k - total - f * batch;
+        const i64 kind = joined.kind[f], before = joined.before[f];
+        i64 offset = joined.offsets[f] ? integer_at(joined.offsets[f], b, kind & OFFSETS_32) : b * (kind >> KIND_BITS);
+        i64 *edge = edges + joined.edge[f] + b;
         if (b == 0 && offset != 0) {
             offset = offset < -MOST_MISPLACED ? -MOST_MISPLACED : offset > MOST_MISPLACED ? MOST_MISPLACED : offset;
             *edge = MISPLACED + offset;
         } else {
-            *edge = start + offset;
+            *edge = before + offset;
         }
-        if (b == batch - 1 && end >= 0) edge[1] = end;
+        if (b == batch - 1 && kind & LAST) edge[1] = before + joined.n_ids[f];
     }
 }
 

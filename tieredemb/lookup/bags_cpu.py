@@ -71,10 +71,12 @@ def offsets_rise(offsets, count, ids):
 
 
 def join_edges(offsets: Array, which: Array, parts: Array, counts: Array, batch: int, edges: Array) -> bool:
-    """Fills `edges` with those of the bags of features that were looked up by themselves, as `device_bags.join_edges`
+    """Fills `edges` with those of the bags of features that were looked up by themselves, as `device_bags.join_bags`
     does: int64 (·,). Returns whether all offsets rise from 0 to at most as many ids as a feature has. `offsets`: int64
     (U, B), those that differ, and `which` (K,): of each feature that gave any those that are its own · `parts`: int64
-    (5, F), see there · `counts`: the ids of each, int64 (F,)."""
+    (5, F), of each the number of ids of its pool before its own, its place in `which`, or −1, the length of its bags
+    where it has none, the number of its pool, and of the last one in a pool how many ids that has, else −1 · `counts`:
+    the ids of each, int64 (F,)."""
     features = parts.shape[1]
     good = np.ones(features, np.bool_)
     bounds = even_bounds(features, max(1, BAG_GRAIN // batch))

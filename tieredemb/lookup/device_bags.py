@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ import torch
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
-from tieredemb.kernels.constants import BAD_ID, FILL_THREADS, SPOILT
+from tieredemb.kernels.constants import BAD_ID, FILL_THREADS, IDS_32, KIND_BITS, LAST, MOST_JOINED, OFFSETS_32, SPOILT
 from tieredemb.kernels.source import read
 from tieredemb.lookup.bags import EqualBags, KeySpace, Places, id_out_of_range, offsets_out_of_order
 from tieredemb.lookup.spoilt import why_refused
 
 FILE = "lookup/bags.cu"
+JOINED = ("stride", "start", "n_ids", "before", "edge", "kind")  # of a `Joined`, what kernels are told of each feature
 THREADS = 256
 MOST_BLOCKS = 4224
 
@@ -175,18 +177,52 @@ def find_device_bags(
     )  # fmt: skip
 
 
-def join_edges(offsets: torch.Tensor, parts: torch.Tensor, batch: int, count: int) -> torch.Tensor:
-    """The edges of the bags of features that were looked up by themselves, `batch` bags each, put together, one pool
-    behind the other: int64 (`count`,), F·B and one more for each pool. `offsets`: int64 (K·B,), those of the ones that
-    gave any · `parts`: int64 (5, F), of each the number of ids of its pool before its own, which block of the offsets
-    is its own, or −1, the length of its bags where it has none, the number of its pool, and of the last one in a pool
-    how many ids that has, else −1. What `find_device_bags` finds wrong with them is reported in the feature's own
-    terms. Does not synchronise."""
-    features = parts.shape[1]
-    edges = torch.empty(count, dtype=torch.int64, device=parts.device)
-    join = kernel(FILE, "edges_join")
-    join(blocks_for(features * batch, THREADS, MOST_BLOCKS), THREADS, offsets, parts, features, batch, edges)
-    return edges
+class Joined(NamedTuple):
+    """How the inputs of F features are put together that were looked up by themselves, `batch` bags each. Of each
+    feature `stride`: from an id to the next one, in elements · `start`: of its ids among those of all · `n_ids`: how
+    many it has · `before`: ids of its pool before its own · `edge`: of its first bag among the edges of all · `kind`:
+    see `kind_of`."""
+
+    batch: int
+    stride: Sequence[int]
+    start: Sequence[int]
+    n_ids: Sequence[int]
+    before: Sequence[int]
+    edge: Sequence[int]
+    kind: Sequence[int]
+
+
+def kind_of(ids: torch.dtype, offsets: torch.dtype | None, length: int, *, is_last: bool) -> int:
+    """What a kernel is told of a feature: the dtypes of its inputs, the `length` of its bags where it has no offsets,
+    and whether it is the last one of its pool."""
+    is_ids_32, is_offsets_32 = ids is torch.int32, offsets is torch.int32
+    return IDS_32 * is_ids_32 | OFFSETS_32 * is_offsets_32 | LAST * is_last | max(0, length) << KIND_BITS
+
+
+def join_bags(
+    ids: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor | None], joined: Joined, count: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The ids of features that were looked up by themselves, put together, int64 (N,), and unless `count` is 0 the
+    edges of their bags, one pool behind the other: int64 (`count`,), F·B and one more for each pool. `ids`: of each
+    feature, int32 or int64, of one dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. What
+    `find_device_bags` finds wrong with the edges is reported in the feature's own terms. Does not synchronise."""
+    device, features = ids[0].device, len(ids)
+    together = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
+    edges = torch.empty(count, dtype=torch.int64, device=device) if count else None
+    join = kernel(FILE, "bags_join")
+    where, starts = [each.data_ptr() for each in ids], [0 if each is None else each.data_ptr() for each in offsets]
+    for first in range(0, features, MOST_JOINED):
+        some = slice(first, first + MOST_JOINED)
+        fields = {"ids": where, "offsets": starts} | {name: getattr(joined, name) for name in JOINED}
+        own = {name: [*values[some], *[0] * (MOST_JOINED - len(values[some]))] for name, values in fields.items()}
+        of = len(where[some])
+        total = joined.start[first + of - 1] + joined.n_ids[first + of - 1] - joined.start[first]
+        n = total + of * joined.batch * bool(count)
+        join(
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, struct_type(FILE, "Joined")(**own), of, total, joined.batch,
+            together, 0 if edges is None else edges,
+        )  # fmt: skip
+    return together, edges
 
 
 def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.kernels.arguments import StructValue
+from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
-from tieredemb.kernels.constants import CHUNK, MAX, MEAN
+from tieredemb.kernels.constants import CHUNK, MAX, MEAN, MOST_TOLD
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
@@ -29,7 +29,6 @@ from tieredemb.lookup.spoilt import Scaling
 BAG = "lookup/embedding_bag.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
-ADDRESSES = 16  # that a launch is told of
 UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
 BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
 WORK_WORDS = 4  # of a `Work`
@@ -358,9 +357,10 @@ class DeviceLookup:
         """Where they begin, int64 (K,) on their device, by launches alone."""
         found = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
         told = kernel(self._recipe, "addresses_set", *self._update)
-        for start in range(0, len(tensors), ADDRESSES):
-            some = [each.data_ptr() for each in tensors[start : start + ADDRESSES]]
-            told(1, ADDRESSES, found[start:], len(some), *some, *[0] * (ADDRESSES - len(some)))
+        given = struct_type(self._recipe, "Addresses")
+        for start in range(0, len(tensors), MOST_TOLD):
+            some = [each.data_ptr() for each in tensors[start : start + MOST_TOLD]]
+            told(1, MOST_TOLD, found[start:], len(some), given(at=[*some, *[0] * (MOST_TOLD - len(some))]))
         return found
 
     def begin(

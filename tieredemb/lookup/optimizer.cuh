@@ -48,13 +48,15 @@ extern "C" __global__ void scale_gather(const int *order, int n, const float *sc
     for (i64 p = thread_index(); p < n; p += thread_count()) sorted_scale[p] = scale[order[p]];
 }
 
+struct Addresses {
+    i64 at[MOST_TOLD];
+};
+
 // Writes `count` addresses to `to`. They are arguments, which a graph keeps with its launches: a copy from the host would
 // read the host's memory again at each replay.
-extern "C" __global__ void addresses_set(i64 *to, int count, i64 a0, i64 a1, i64 a2, i64 a3, i64 a4, i64 a5, i64 a6,
-                                         i64 a7, i64 a8, i64 a9, i64 a10, i64 a11, i64 a12, i64 a13, i64 a14, i64 a15) {
+extern "C" __global__ void addresses_set(i64 *to, int count, const __grid_constant__ Addresses told) {
     wait_for_prior_kernel();
-    const i64 told[] = {a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15};
-    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = told[i];
+    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = told.at[i];
 }
 
 // End of the segment that starts at `start` and is longer than CHUNK, found by the whole warp 32 places at a time.

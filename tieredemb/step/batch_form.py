@@ -7,7 +7,7 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from tieredemb.lookup.bags import MAX_BAGS, EqualBags
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
-    from tieredemb.step.batch import Given
+    from tieredemb.lookup.device_bags import Joined
     from tieredemb.tables.table_set import Place
 
 MOST_FORMS = 8  # of one choice of tables, those used last
@@ -51,17 +51,41 @@ class Block(NamedTuple):
     edges: slice
 
 
+class Inputs(NamedTuple):
+    """What is known of a forward's ids and offsets, but for how many ids there are. `ids`, `offsets`: their dtypes, or
+    int64 where they have to be copied before they are joined (`is_copied`); None of no offsets · `stride`: from an id
+    to the next one, in elements · `length`: of its bags, or −1 where it has offsets."""
+
+    ids: torch.dtype
+    offsets: torch.dtype | None
+    is_copied: bool
+    stride: int
+    length: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Inputs:
+        ids, *rest = batch.given
+        assert isinstance(ids, torch.Tensor)
+        offsets = rest[0] if isinstance(batch.offsets, torch.Tensor) else None
+        given = [each for each in (ids, offsets) if isinstance(each, torch.Tensor)]
+        is_read = ids.dim() == 1 or ids.is_contiguous()
+        is_read &= all(each.dtype in (torch.int32, torch.int64) for each in given)
+        is_read &= offsets is None or given[1].is_contiguous()
+        dtypes = [each.dtype if is_read else torch.int64 for each in given]
+        length = batch.offsets.length if isinstance(batch.offsets, EqualBags) else -1
+        stride = ids.stride(0) if is_read and ids.dim() == 1 else 1
+        return cls(dtypes[0], dtypes[1] if len(dtypes) > 1 else None, not is_read, stride, length)
+
+
 class BatchForm:
     """What batches that `may_join` have in common, of which so many are of each pool as `sizes` says. `size`: their
-    samples · `counts`: how many ids each has · `lengths`: of the bags of each, or −1 where it has offsets · `is_flat`:
-    whether the ids of all are of one dimension · `with_offsets`: which have offsets · `blocks`: of each pool · `where`:
-    of each its block, and its place there · `is_equal`: whether the bags of each block are of one length, so that no
-    edges are joined · `layout`: tells forms of as many ids and samples apart."""
+    samples · `counts`: how many ids each has · `inputs`: of each · `with_offsets`: which have offsets · `blocks`: of
+    each pool · `where`: of each its block, and its place there · `is_equal`: whether the bags of each block are of one
+    length, so that no edges are joined · `layout`: tells forms of as many ids and samples apart."""
 
-    def __init__(
-        self, size: int, counts: Sequence[int], lengths: Sequence[int], sizes: Sequence[int], *, is_flat: bool
-    ) -> None:
-        self.size, self.counts, self.lengths, self._sizes, self._is_flat = size, [*counts], lengths, sizes, is_flat
+    def __init__(self, size: int, counts: Sequence[int], inputs: Sequence[Inputs], sizes: Sequence[int]) -> None:
+        self.size, self.counts, self.inputs, self._sizes = size, [*counts], inputs, sizes
+        self.lengths = [each.length for each in inputs]
         self.with_offsets = [number for number, length in enumerate(self.lengths) if length < 0]
         self.blocks: list[Block] = []
         self.where: list[tuple[int, int]] = []
@@ -75,13 +99,11 @@ class BatchForm:
     @classmethod
     def of(cls, batches: Sequence[Batch], sizes: Sequence[int]) -> BatchForm:
         """That of these batches."""
-        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
-        is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
-        return cls(batches[0].size, [batch.ids.shape[0] for batch in batches], lengths, sizes, is_flat=is_flat)
+        return cls(batches[0].size, [batch.ids.shape[0] for batch in batches], [*map(Inputs.of, batches)], sizes)
 
     def of_counts(self, counts: Sequence[int]) -> BatchForm:
         """The same of so many ids."""
-        return BatchForm(self.size, counts, self.lengths, self._sizes, is_flat=self._is_flat)
+        return BatchForm(self.size, counts, self.inputs, self._sizes)
 
     def _block(self, number: int, positions: range) -> Block:
         first, starts = sum(self.counts[: positions.start]), [0]
@@ -96,28 +118,41 @@ class BatchForm:
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any]:
         """The same as a CPU's `join_edges` takes it: numpy, int64 (5, F) and (F,)."""
-        return np.array(self.joined, np.int64).reshape(5, -1), np.array(self.counts, np.int64)
-
-    @functools.cached_property
-    def joined(self) -> tuple[int, ...]:
-        """The same as a GPU's `join_edges` takes it."""
-        starts = [start for block in self.blocks for start in block.starts[:-1]]
         given = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(self.lengths)]
-        ends = [-1] * len(starts)
+        ends = [-1] * len(given)
         for block in self.blocks:
             ends[block.positions[-1]] = block.starts[-1]
-        return *starts, *given, *(max(0, each) for each in self.lengths), *(number for number, _ in self.where), *ends
+        lengths, blocks = [max(0, each) for each in self.lengths], [number for number, _ in self.where]
+        return np.array([self._before, given, lengths, blocks, ends], np.int64), np.array(self.counts, np.int64)
 
-    def join(self, forwards: Sequence[Given], edges: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
-        """What the forwards are given, as one batch, on the stream that is current. `edges`: makes those of all bags of
-        the offsets that were given, one block behind the other."""
-        given: list[Any] = [each[0] for each in forwards]
-        ids = torch.cat(given if self._is_flat else [each.reshape(-1) for each in given]).to(torch.int64)
-        bags: Any = self.blocks[0].bags
-        if not self.is_equal:
-            # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
-            offsets: list[Any] = [forwards[number][1] for number in self.with_offsets]
-            bags = edges(offsets)
+    @property
+    def _before(self) -> list[int]:
+        """Of each how many ids of its block are before its own."""
+        return [start for block in self.blocks for start in block.starts[:-1]]
+
+    @functools.cached_property
+    def joined(self) -> Joined:
+        """The same as a GPU's `join_bags` takes it."""
+        from tieredemb.lookup.device_bags import Joined, kind_of
+
+        last = {block.positions[-1] for block in self.blocks}
+        return Joined(
+            batch=self.size,
+            stride=[each.stride for each in self.inputs],
+            start=[block.ids.start + start for block in self.blocks for start in block.starts[:-1]],
+            n_ids=self.counts,
+            before=self._before,
+            edge=[position * self.size + block for position, (block, _) in enumerate(self.where)],
+            kind=[
+                kind_of(each.ids, each.offsets, each.length, is_last=position in last)
+                for position, each in enumerate(self.inputs)
+            ],
+        )
+
+    def batch(self, ids: torch.Tensor, edges: torch.Tensor | None) -> Batch:
+        """What the forwards are given, put together, as one batch. `edges`: of the bags of all, one block behind the
+        other, where these are not of one length."""
+        bags: Any = self.blocks[0].bags if edges is None else edges
         return Batch(ids, bags, self.edges, True, self.size, None, (ids,))
 
 

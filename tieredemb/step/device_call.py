@@ -16,7 +16,7 @@ from tieredemb.lookup.bags import MAX_BAGS, EqualBags, Places
 from tieredemb.lookup.device_bags import (
     Edges,
     find_device_bags,
-    join_edges,
+    join_bags,
     number_below,
     number_one_by_one,
     tell_fault,
@@ -421,15 +421,19 @@ class DeviceCall(Call):
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         """Offsets are checked where they are planned."""
-        form, group = self.form, cast("DeviceGroup", self.context.tables.groups[0])
+        form, ids, offsets = self.form, list[torch.Tensor](), list[torch.Tensor | None]()
         assert form is not None
-
-        def edges(given: list[torch.Tensor]) -> torch.Tensor:
-            parts = group.words.get(form.joined).view(5, -1)
-            offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
-            return join_edges(offsets, parts, form.size, form.edges)
-
-        return form.join(forwards, edges)
+        for given, inputs in zip(forwards, form.inputs, strict=True):
+            its, starts = cast("torch.Tensor", given[0]), None
+            if inputs.length < 0:
+                starts = cast("torch.Tensor", given[1])
+            if inputs.is_copied:
+                its = its.reshape(-1).to(torch.int64)
+                starts = None if starts is None else starts.to(torch.int64).contiguous()
+            ids.append(its)
+            offsets.append(starts)
+        # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
+        return form.batch(*join_bags(ids, offsets, form.joined, 0 if form.is_equal else form.edges))
 
     def pool_blocks(self) -> list[torch.Tensor]:
         if self.source is None:

@@ -459,9 +459,10 @@ class HostCall(Call):
     # --- of several forwards ------------------------------------------------------------------------------------------
 
     def join(self, forwards: Sequence[Given]) -> Batch:
-        form, offsets = cast("BatchForm", self.form), dict[int, torch.Tensor]()
-
-        def edges(given: list[torch.Tensor]) -> torch.Tensor:
+        form, offsets, edges = cast("BatchForm", self.form), dict[int, torch.Tensor](), None
+        ids = torch.cat([cast("torch.Tensor", each[0]).reshape(-1) for each in forwards]).to(torch.int64)
+        if not form.is_equal:
+            given = [cast("torch.Tensor", forwards[number][1]) for number in form.with_offsets]
             differ = {id(each): each for each in given}  # many tables may be given the same tensor
             numbers = {key: number for number, key in enumerate(differ)}
             which = [numbers[id(each)] for each in given]
@@ -472,12 +473,10 @@ class HostCall(Call):
             parts, counts = form.arrays
             if not join_edges(its.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
                 raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
-            return torch.from_numpy(found)
-
-        batch = form.join(forwards, edges)
-        ids = torch.split(batch.ids, form.counts)
-        self.planned_inputs = [(each, offsets.get(number)) for number, each in enumerate(ids)]
-        return batch
+            edges = torch.from_numpy(found)
+        of_each = torch.split(ids, form.counts)
+        self.planned_inputs = [(each, offsets.get(number)) for number, each in enumerate(of_each)]
+        return form.batch(ids, edges)
 
     @ranged("lookup")
     def pool_blocks(self) -> list[torch.Tensor]:

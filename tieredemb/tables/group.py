@@ -532,7 +532,6 @@ class DeviceGroup(Group):
     def _join(self, whole: Group) -> None:
         assert isinstance(whole, DeviceGroup)
         self._whole = whole
-        self.words = KeptNumbers(self.config.device, torch.int64)  # what kernels are told of several tables' bags
         self.device_steps, self._all_steps = whole.device_steps[self.own], whole._all_steps
         past = None
         if self.client is not None and whole.pasts is not None:
