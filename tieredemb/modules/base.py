@@ -155,6 +155,11 @@ class TieredModule(LookupModule):
         found, those = self._parameters, self._table_parameters
         if not those:
             return True
+        if len(those) == 1:  # of a converted model each module, in each forward
+            ((name, only),) = those.items()
+            if is_(found.get(name), only) and type(only) is TableParameter:
+                with PLAIN():
+                    return bool(REQUIRES_GRAD(only))
         are_there = all(map(is_, map(found.get, those, those.values()), those.values()))
         if not are_there or {*map(type, those.values())} != {TableParameter}:
             name = next(n for n, each in those.items() if type(found.get(n, each)) is not TableParameter)

@@ -238,10 +238,10 @@ def _looked_up(pattern: _Pattern, given: Any) -> list[LookupSpec]:
         lookups = pattern.lookups(given)
     except Exception:  # whatever objects are among them
         return []
-    for lookup in lookups:
-        for part in lookup.given:
-            if isinstance(part, torch.Tensor) and part.is_inference():
-                return []
+    tensors = {id(part): part for lookup in lookups for part in lookup.given if isinstance(part, torch.Tensor)}
+    for tensor in tensors.values():
+        if tensor.is_inference():
+            return []
     return lookups
 
 

@@ -54,6 +54,15 @@ def _never(_: object) -> None:
     raise AssertionError("a call of several forwards has no gradient of its own")
 
 
+def _are_equal(planned: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether these are the numbers that were planned, int64 (N,)."""
+    if given.dim() != 1:
+        given = given.reshape(-1)
+    if given.dtype is not torch.int64:
+        given = given.to(torch.int64)
+    return torch.equal(given, planned)
+
+
 Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
 
 
@@ -136,11 +145,9 @@ class Forwards(Shareable):
 
     def share(self, number: int, given: Given) -> Forward | None:
         if self.call.planned_inputs is not None:
-            (ids, offsets), (now, *its_offsets) = self.call.planned_inputs[number], given
-            if not torch.equal(now.reshape(-1).to(torch.int64), ids):  # type: ignore[union-attr]
-                return None
-            if offsets is not None and not torch.equal(its_offsets[0].to(torch.int64), offsets):  # type: ignore[union-attr]
-                return None
+            for planned, now in zip(self.call.planned_inputs[number], given, strict=False):
+                if planned is not None and not _are_equal(planned, cast("torch.Tensor", now)):
+                    return None
         return Forward(self, number)
 
     # --- as they come -------------------------------------------------------------------------------------------------

@@ -64,17 +64,20 @@ def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, .
     where none is counted), shape and strides. And a signature: batches of which it is equal have forms that differ in
     the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
     seen, signature = [], list[object]()
+    known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
         its: list[Any] = []
         for each in given:
-            if isinstance(each, torch.Tensor):
-                shape, stride = each.shape, each.stride()
-                version = -1 if each.is_inference() else each._version
-                its.append((each, each.data_ptr(), version, shape, stride))
-                is_any_number = not its and len(given) > 1 and len(shape) == 1
-                signature += None if is_any_number else shape, stride, each.dtype, each.device
-            else:
+            if not isinstance(each, torch.Tensor):
                 its.append(each)
+                continue
+            found = known.get(id(each))
+            if found is None:
+                version = -1 if each.is_inference() else each._version
+                found = known[id(each)] = each, each.data_ptr(), version, each.shape, each.stride()
+            is_any_number = not its and len(given) > 1 and len(found[3]) == 1
+            its.append(found)
+            signature += None if is_any_number else found[3], found[4], each.dtype, each.device
         signature.append(None)
         seen.append(its)
     return seen, tuple(signature)
