@@ -323,7 +323,8 @@ class Cache(abc.ABC):
 
     def _check_usable(self) -> None:
         """To be called first by every call, under the lock of plans."""
-        self._check_open()
+        if self._closed or self.cold.released or os.getpid() != self._pid:
+            self._check_open()
         if self.plan_changes.entries or self.changes.entries:
             self._settle()
         if self.doubts.found:
@@ -332,7 +333,8 @@ class Cache(abc.ABC):
     def check_rows(self, *tickets: Flight) -> None:
         """To be called first by who looks up or updates rows in slots, those of `tickets`, under the lock of rows: hot
         rows may be newer than cold ones from now on."""
-        self._check_open()
+        if self._closed or self.cold.released or os.getpid() != self._pid:
+            self._check_open()
         if self.changes.entries:
             self.changes.settle_rows(self)
         if self.doubts.found:

@@ -30,8 +30,8 @@ class Locks:
 
     def again(self) -> Locks:
         """The same locks, for another `with`: one object is for one at a time."""
-        locks = Locks(())
-        locks._locks = self._locks
+        locks = Locks.__new__(Locks)
+        locks._locks, locks._taken = self._locks, []
         return locks
 
     def __enter__(self) -> None:
@@ -43,15 +43,16 @@ class Locks:
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
+        any(map(_RELEASE, iter(self._taken.pop, None)))
 
     def _give_back(self) -> None:
         if self.__dict__.get("_taken"):  # it may be half made
             any(map(_RELEASE, iter(self._taken.pop, None)))
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
-            self._give_back()
+        if self.__dict__.get("_taken"):
+            with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
+                self._give_back()
 
 
 class TriedLock(Locks):

@@ -73,6 +73,37 @@ def resolve(inverse: Array, unique_slots: Array) -> Array:
     return homes
 
 
+def count_arrivals(
+    slots: Array, untouched: Array, left: Array, dirty: Array, rows: Array, place: Array, capacity: int
+) -> Array:
+    """What the arrival of missed rows has made, int64 (K, 4), of each part of a batch: rows that were read and not
+    generated; that took the place of others, and of dirty ones; and that found none below `capacity`. `slots`: int32
+    (M,), that rows have arrived in, and `untouched`: bool (M,), which were generated · `left`, `dirty`: int32 and bool
+    (V,), the slots that others have left, and which of these were dirty · `rows`: how many each part has, int64 (K,) ·
+    `place`: int32 (C,), scratch."""
+    counted = np.zeros((len(rows), 4), np.int64)
+    arrivals_count(slots, untouched, left, dirty, rows, place, capacity, counted)
+    return counted
+
+
+@jit
+def arrivals_count(slots, untouched, left, dirty, rows, place, capacity, counted):
+    n = left.shape[0]
+    for v in range(n):
+        place[left[v]] = v
+    i = 0
+    for part in range(rows.shape[0]):
+        for _ in range(rows[part]):
+            s = slots[i]
+            v = place[s]
+            counted[part, 0] += not untouched[i]
+            if v >= 0 and v < n and left[v] == s:
+                counted[part, 1] += 1
+                counted[part, 2] += dirty[v]
+            counted[part, 3] += s >= capacity
+            i += 1
+
+
 @inline
 def counts_note(counted, part, lookups, hits, unique, misses):
     """What was counted until the end of a part."""

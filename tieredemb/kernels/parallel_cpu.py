@@ -50,13 +50,8 @@ def parallel_for(kernel: Callable[..., int], bounds: list[int], *args: Any) -> N
     ranges or after them.
     """
     who = _NOBODY if len(bounds) == 2 else _who(bounds)
-    if kernel(_job(who, bounds), *args):
+    if kernel(np.array([*who, *bounds, *[0] * (len(bounds) - 1)]), *args):  # a job; see `Pass`
         raise _no_memory()
-
-
-def _job(who: tuple[int, int, int], bounds: list[int]) -> Any:
-    """What compiled code is told, int64: who works (`_WHO`), the bounds (K + 1), whether a range was run (K)."""
-    return np.array([*who, *bounds, *[0] * (len(bounds) - 1)])
 
 
 def _who(bounds: list[int]) -> tuple[int, int, int]:
@@ -79,7 +74,8 @@ class Pass:
 
     def __init__(self, kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
         self._kernel, self._bounds, self._args = kernel, bounds, args
-        self._job = _job(_NOBODY, bounds)
+        # what compiled code is told, int64: who works (`_WHO`), the bounds (K + 1), whether a range was run (K)
+        self._job = np.array([*_NOBODY, *bounds, *[0] * (len(bounds) - 1)])
 
     @property
     def call(self) -> tuple[Any, tuple[Any, ...]]:

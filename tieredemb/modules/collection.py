@@ -122,7 +122,7 @@ class PooledInputs(KeyedInputs):
         if weights is not None and any(table.mode != "sum" for table in configs):
             other = next(table for table in configs if table.mode != "sum")
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
-        weights = check_weights(weights, indices)
+        weights = None if weights is None else check_weights(weights, indices)
         edges = as_offsets(offsets, self._hook.device)
         features = self._n_features if places is None else places.count
         batch, rest = divmod(len(edges) - 1, features)

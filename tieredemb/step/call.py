@@ -475,7 +475,7 @@ def _apply(collected: _CollectedCalls) -> None:
     collected.finished = True
     calls, collected.calls = collected.calls, []
     if calls:
-        calls[0][0].context.apply(in_forward_order(calls))
+        calls[0][0].context.apply(calls if len(calls) == 1 else in_forward_order(calls))
 
 
 _apply_untraced = untraced(_apply)

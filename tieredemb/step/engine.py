@@ -168,7 +168,7 @@ class Engine:
     def lookup(self, batch: Batch, context: CallContext, hook: torch.Tensor) -> torch.Tensor:
         """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
         rows."""
-        recomputed = inside_backward()
+        recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad, batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
@@ -255,7 +255,7 @@ class Engine:
     ) -> Call:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
-        may_exceed = self.may_exceed_bags
+        may_exceed = bool(self.ids_may_exceed_bags) and self.may_exceed_bags
         while True:
             place = self.tables.placed.now
             call = call_type(place.config.device.type)(context, batch.size)

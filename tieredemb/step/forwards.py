@@ -54,15 +54,6 @@ def _never(_: object) -> None:
     raise AssertionError("a call of several forwards has no gradient of its own")
 
 
-def _are_equal(planned: torch.Tensor, given: torch.Tensor) -> bool:
-    """Whether these are the numbers that were planned, int64 (N,)."""
-    if given.dim() != 1:
-        given = given.reshape(-1)
-    if given.dtype is not torch.int64:
-        given = given.to(torch.int64)
-    return torch.equal(given, planned)
-
-
 Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
 
 
@@ -145,8 +136,13 @@ class Forwards(Shareable):
 
     def share(self, number: int, given: Given) -> Forward | None:
         if self.call.planned_inputs is not None:
-            for planned, now in zip(self.call.planned_inputs[number], given, strict=False):
-                if planned is not None and not _are_equal(planned, cast("torch.Tensor", now)):
+            inputs = cast("Sequence[torch.Tensor]", given)
+            for planned, now in zip(self.call.planned_inputs[number], inputs, strict=False):
+                if planned is None:
+                    continue
+                if now.dim() != 1:
+                    now = now.reshape(-1)
+                if not torch.equal(now if now.dtype is torch.int64 else now.to(torch.int64), planned):
                     return None
         return Forward(self, number)
 

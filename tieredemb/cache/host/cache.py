@@ -23,7 +23,7 @@ from tieredemb.cache.base import NO_WORDS, Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
-from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, number, resolve
+from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, count_arrivals, number, resolve
 from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
@@ -170,25 +170,16 @@ class HostCache(Cache):
         self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, left: _Left
     ) -> None:
         """Counts for several clients what the arrival of their rows in `slots` has made, each of its own."""
-        has_left = dirty = np.zeros(len(slots), np.bool_)
-        if len(left.slots):
-            place = self.hot.unique_of_slot  # scratch, which this plan has used already
-            place[left.slots] = np.arange(len(left.slots), dtype=np.int32)
-            at = np.clip(place[slots], 0, len(left.slots) - 1)
-            has_left = left.slots[at] == slots
-            dirty = has_left & left.dirty[at]
-        self._clients.add_parts(
-            planners.numbers,
-            numbering.counted[:, MISSED],
-            {
-                "rows_filled": np.ones(len(slots), np.int64),
-                "bytes_filled": ~untouched * self._row_bytes,
-                "evictions": has_left,
-                "rows_written_back": dirty,
-                "bytes_written_back": self._bytes_written(dirty.astype(np.int64), has_left),
-                "rows_overflow": slots >= self.hot.capacity,
-            },
-        )
+        hot, filled = self.hot, numbering.counted[:, MISSED]
+        # the scratch of slots is one that this plan has used already
+        found = count_arrivals(slots, untouched, left.slots, left.dirty, filled, hot.unique_of_slot, hot.capacity)
+        for client, rows, (read, evicted, dirty, beyond) in zip(
+            planners.numbers, filled.tolist(), found.tolist(), strict=True
+        ):
+            self._clients.counts[client].update(
+                rows_filled=rows, bytes_filled=read * self._row_bytes, evictions=evicted, rows_written_back=dirty,
+                bytes_written_back=self._bytes_written(dirty, evicted), rows_overflow=beyond,
+            )  # fmt: skip
 
     def _pin(self) -> None:
         """Brings the rows of resident tables into the first slots, where no victim is looked for."""

@@ -59,12 +59,3 @@ class Clients:
                 sums = np.bincount(of, weights=each, minlength=len(self))
                 for number in np.flatnonzero(sums):
                     self.counts[number][name] += int(sums[number])
-
-    def add_parts(self, numbers: Sequence[int], lengths: Array, counted: Mapping[str, Array]) -> None:
-        """The same of rows of which each of the clients `numbers` has some, so many as `lengths` says, int64 (K,), one
-        after the other."""
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        for name, each in counted.items():
-            sums = np.concatenate([[0], np.cumsum(each, dtype=np.int64)])[starts]
-            for number, more in zip(numbers, np.diff(sums).tolist(), strict=True):
-                self.counts[number][name] += more
