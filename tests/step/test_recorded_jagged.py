@@ -120,6 +120,35 @@ class Each(nn.Module):
         return torch.cat([table(*given) for table, given in zip(self.tables, batch, strict=True)], 1)
 
 
+@pytest.mark.parametrize("optimizer", [te.SGD(lr=0.1), te.Adam(lr=0.01)])
+@pytest.mark.parametrize("kind", ["constant", "with gradient", "frozen rows"])
+@pytest.mark.parametrize("tables", [1, 3])
+def test_weights_of_batches_that_were_planned_ahead(monkeypatch, replays, tables, kind, optimizer):
+    """They come with the forward, and one backward reaches several, each with room for more ids than it has."""
+    configs = [
+        te.TableConfig(name=f"t{at}", num_embeddings=rows, embedding_dim=8) for at, rows in enumerate((ROWS, 50, 9))
+    ]
+
+    def run():
+        model = te.TieredEmbeddingBagCollection(configs[:tables], capacity=40, optimizer=optimizer, seed=1)
+        model.requires_grad_(kind != "frozen rows")
+        random, found, waiting = torch.Generator("cpu").manual_seed(0), [], []
+        batches = [bags_of(step, tables, rows=9, last=True) for step in range(2 * BATCHES)]
+        for number, (ids, offsets) in enumerate(te.prefetch(batches, model)):
+            weights = torch.rand(len(ids), generator=random, device="cpu").cuda()
+            weights.requires_grad_(kind != "constant")
+            waiting.append((weights, model(ids, offsets, weights)))
+            found.append(waiting[-1][1].detach().clone())
+            if number % 3 == 2:
+                sum(out.square().sum() for _, out in waiting).backward()
+                found += [weights.grad for weights, _ in waiting if weights.grad is not None]
+                waiting = []
+        waiting = []
+        return [*found, *bits(model)]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
 @pytest.mark.parametrize("fault", ["id", "offset", "end"])
 def test_faults_are_reported_in_terms_of_their_batch(replays, fault):
     bag = te.TieredEmbeddingBag(

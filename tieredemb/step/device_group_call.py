@@ -193,7 +193,7 @@ class DeviceGroupCall:
             self.argmax = torch.full(out.shape, -1, dtype=torch.int32, device=out.device)
         with group.cache.using(self.ticket):
             if weights is not None:
-                self.weights = weights if bags.position is None else weights[bags.position]
+                self.weights = _of_occurrences(weights, bags)
             hot, overflow, homes = self._rows_now()
             if group.config.pooled:
                 group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
@@ -291,7 +291,7 @@ class DeviceGroupCall:
         homes, bags = self._read, self.bags
         gradient = self.group.lookup.weights_gradient(self.forward_rows, homes, bags, grad)
         if bags.position is None:
-            out += gradient
+            out += gradient[: out.shape[0]]  # there may be room for more occurrences
         else:  # what belongs to other groups has no position of its own, and a gradient of zero
             out.index_add_(0, bags.position, gradient)
 
@@ -316,6 +316,14 @@ def _pooling(width: int, mode: Mode, row: RowFormat, dtype: torch.dtype, device:
     """The kernels that pool bags of rows, whichever tables these are of, into outputs of a dtype."""
     with no_inference(), on_device(device):
         return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), row, None, dtype)
+
+
+def _of_occurrences(weights: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
+    """The weights of the ids, float32 (N,), by occurrence: as many as `bags` have room for. Those of none are 0."""
+    if bags.position is not None:
+        return weights[bags.position]
+    room = bags.homes.shape[0] - weights.shape[0]
+    return weights if room == 0 else torch.nn.functional.pad(weights, (0, room))
 
 
 def _leave_out(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:
