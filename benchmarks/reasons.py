@@ -110,8 +110,8 @@ REASONS = (
         "shapes drawn by a seed on a GPU",
         "cuda-shapes",
         r"^step",
-        "Each batch has another number of ids, so no launch is recorded, and each width is planned by itself: Python "
-        "launches everything anew. `graph_step` with `max_ids` takes the launches away.",
+        "Each batch has another number of ids, of which the commit that was measured recorded no launch, and it planned "
+        "each width by itself: Python launched everything anew. `graph_step` with `max_ids` takes the launches away.",
     ),
 )
 
