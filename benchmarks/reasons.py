@@ -110,8 +110,9 @@ REASONS = (
         "shapes drawn by a seed on a GPU",
         "cuda-shapes",
         r"^step",
-        "Each batch has another number of ids, of which the commit that was measured recorded no launch, and it planned "
-        "each width by itself: Python launched everything anew. `graph_step` with `max_ids` takes the launches away.",
+        "Each batch has another number of ids, and the commit that was measured recorded launches of one number alone "
+        "and planned each width by itself: Python launched everything anew. `graph_step` with `max_ids` takes the "
+        "launches away.",
     ),
 )
 
