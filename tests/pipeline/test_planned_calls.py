@@ -670,3 +670,67 @@ def test_who_listens_hears_of_the_models_own_lookups_alone():
     other(torch.arange(3))
     assert LISTENERS == []
     listener.leave()  # a second time
+
+
+class Optional(nn.Module):
+    """Bags of several tables, of which a batch need not have all."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.ModuleList([nn.EmbeddingBag(ROWS, WIDTH, mode="sum") for _ in range(3)])
+
+    def forward(self, ids, offsets):
+        given = zip(self.emb, ids, offsets, strict=True)
+        return torch.cat([table(each, starts) for table, each, starts in given if each is not None], 1)
+
+
+@pytest.mark.parametrize("missing", [None, [1, 2, 3]])
+def test_an_argument_that_is_no_tensor_this_time(device, missing):
+    model, _ = converted(Optional, torch.optim.SGD)
+    ids, offsets = [randint(0, ROWS, (6,), seed=at) for at in range(3)], [torch.tensor([0, 2, 4]) for _ in range(3)]
+    for _ in range(4):
+        model([each.clone() for each in ids], offsets)
+    ids[1] = missing
+    if missing is None:
+        assert model(ids, offsets).shape == (3, 2 * WIDTH)
+    else:
+        with pytest.raises(TypeError, match="must be a tensor"):
+            model(ids, offsets)
+    ids[1] = ids[0]
+    assert model(ids, offsets).shape == (3, 3 * WIDTH)
+
+
+INPUTS = {  # of one table, int64 (6,): ids that are not where one behind the other would be, or of another dtype
+    "strided": lambda ids: torch.stack([ids, ids + 1], 1)[:, 0],
+    "every other one": lambda ids: ids.repeat_interleave(2)[::2],
+    "expanded": lambda ids: ids[3:4].expand(6),
+    "int32": lambda ids: ids.int(),
+}
+OFFSETS = {
+    "plain": lambda offsets: offsets,
+    "strided": lambda offsets: offsets.repeat_interleave(2)[::2],
+    "uint8": lambda offsets: offsets.to(torch.uint8),
+    "int32": lambda offsets: offsets.int(),
+}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("ids", INPUTS)
+def test_inputs_in_any_memory(device, ids, offsets):
+    if "int32" in (ids, offsets) and ids != offsets:
+        pytest.skip("torch wants ids and offsets of one dtype")
+
+    def run(model, optimizer):
+        found = []
+        for step in range(8):
+            every = [INPUTS[ids](randint(0, ROWS, (6,), seed=3 * step + at)) for at in range(3)]
+            starts = [OFFSETS[offsets](torch.tensor([0, 1 + step % 2, 4])) for _ in range(3)]
+            optimizer.zero_grad()
+            out = model(every, starts)
+            out.square().sum().backward()
+            optimizer.step()
+            found.append(out.detach())
+        return [*found, *rows_of(model)]
+
+    expected = run(*converted(Optional, torch.optim.SGD, planned=False))
+    assert_same_bits(run(*converted(Optional, torch.optim.SGD)), expected)

@@ -197,7 +197,7 @@ def _plan_as_one(
     try:
         context = known_context(pools, first.options)
         form = None
-        if context is not None:
+        if context is not None and all(type(its[0]) is tuple for its in seen):  # of tensors alone
             counts = [its[0][3].numel() for its in seen]
             form = context.forms.get(signature, counts, context.tables.placed.now)
         if context is None or form is None:

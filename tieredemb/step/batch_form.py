@@ -166,25 +166,27 @@ class BatchForms:
     def get(self, signature: Any, counts: Sequence[int], place: Place) -> BatchForm | None:
         """That of batches of that signature, and of so many ids; None where such were not checked, of tables where they
         are, or there are no ids."""
+        known = self._known  # of another place, if another thread puts forms of that one meanwhile
         if self._place is None or self._place() is not place:
             return None
-        found = self._known.get(signature)
+        found = known.get(signature)
         if found is None:
             return None
         if found.counts != counts:
             if sum(counts) == 0:
                 return None
-            found = self._known[signature] = found.of_counts(counts)
+            found = known[signature] = found.of_counts(counts)
         with contextlib.suppress(KeyError):  # another thread may have put others in its place
-            self._known.move_to_end(signature)
+            known.move_to_end(signature)
         return found
 
     def put(self, signature: Any, place: Place, form: BatchForm) -> None:
         """Batches of that signature were checked, and are of that form."""
         if self._place is None or self._place() is not place:
+            self._known = OrderedDict()
             self._place = weakref.ref(place)
-            self._known.clear()
-        self._known[signature] = form
+        known = self._known
+        known[signature] = form
         with contextlib.suppress(KeyError):
-            if len(self._known) > MOST_FORMS:
-                self._known.popitem(last=False)
+            if len(known) > MOST_FORMS:
+                known.popitem(last=False)

@@ -428,7 +428,7 @@ class DeviceCall(Call):
             if inputs.length < 0:
                 starts = cast("torch.Tensor", given[1])
             if inputs.is_copied:
-                its = its.reshape(-1).to(torch.int64)
+                its = its.reshape(-1).to(torch.int64).contiguous()
                 starts = None if starts is None else starts.to(torch.int64).contiguous()
             ids.append(its)
             offsets.append(starts)

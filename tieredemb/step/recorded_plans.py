@@ -49,6 +49,18 @@ def room_for(ids: int) -> int:
     return -(-ids // step) * step
 
 
+def _rooms(counts: list[int], groups: Sequence[DeviceGroup]) -> list[int]:
+    """The room for so many ids of each block, or of all groups; for no more where that many would find slots, and with
+    more a plan would count on rows without one. The caller holds the locks of plans and rows."""
+    rooms = [room_for(count) for count in counts]
+    one = len(counts) < len(groups)
+    for number, group in enumerate(groups):
+        at = 0 if one else number
+        if not group.cache.has_slots_for(rooms[at]) and group.cache.has_slots_for(counts[at]):
+            rooms[at] = counts[at]
+    return rooms
+
+
 class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
     `DeviceCall` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
@@ -144,11 +156,9 @@ class RecordedPlans:
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
-        if not equal and batch.stack is None and (call.form is not None or site.is_pooled):
-            call.rooms = [room_for(count) for count in call.rooms]
         form = Form(
-            call.layout, tuple(call.rooms), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked,
-            trains, ages, ahead,
+            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages,
+            ahead,
         )  # fmt: skip
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
@@ -177,6 +187,9 @@ class RecordedPlans:
         return False
 
     def _plan_locked(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
+        if not form.equal and batch.stack is None and (call.form is not None or site.is_pooled):
+            call.rooms = _rooms(call.counts(), site.groups)
+        form = form._replace(rooms=tuple(call.rooms))
         ids = call.ids_in(site.groups)
         following = [group.cache.next_plan(n) for group, n in zip(site.groups, ids, strict=True)]
         if None in following or 0 in ids:
@@ -329,10 +342,13 @@ class Recorded:
         batches = [group.cache.count_next() for group in self._groups]
         edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
         self._run(call.blocks_of(ids, edges), outs, batch.stack)
+        counts = call.counts()
+        if len(counts) < len(self._groups):  # all look among the same ids
+            counts *= len(self._groups)
         call.parts = [
-            part.again(group.cache.replanned(number, homes, overflow))
-            for group, part, number, homes, overflow in zip(
-                self._groups, self._parts, batches, self._homes, self._overflow, strict=True
+            part.again(group.cache.replanned(number, homes, overflow, ids))
+            for group, part, number, homes, overflow, ids in zip(
+                self._groups, self._parts, batches, self._homes, self._overflow, counts, strict=True
             )
         ]
         call.memory = self._memory

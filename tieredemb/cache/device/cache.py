@@ -281,9 +281,17 @@ class DeviceCache(Cache):
         """Where rows without a slot are, for a plan that may have such."""
         return self._transfer.overflow(plan.slotless)
 
-    def replanned(self, batch: int, homes: torch.Tensor, overflow: OverflowRows) -> DeviceTicket:
-        """The flight of `batch`, which the replay of a recorded plan has planned, to `homes`."""
-        ticket = self._planner.ticket(batch, homes, overflow)
+    def has_slots_for(self, ids: int) -> bool:
+        """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
+        of plans and rows."""
+        if self.hot.slots == 0:
+            return True
+        _, locked, slotless = self._ledger.next_locks()
+        return not self._planner.may_lack_slots(ids, locked, slotless=slotless)
+
+    def replanned(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, ids: int) -> DeviceTicket:
+        """The flight of `batch`, of so many ids, which the replay of a recorded plan has planned, to `homes`."""
+        ticket = self._planner.ticket(batch, homes, overflow, ids)
         ticket.kept = ()  # it counts where it was planned first
         return ticket
 

@@ -293,10 +293,11 @@ class Planner:
         else:
             run()
 
-    def ticket(self, batch: int, homes: torch.Tensor, overflow: OverflowRows) -> DeviceTicket:
-        """The flight of a batch that was planned now."""
+    def ticket(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, ids: int | None = None) -> DeviceTicket:
+        """The flight of a batch that was planned now. `ids`: how many it has, if there is room for more in `homes`."""
+        ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
             ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.ledger.open(ticket, homes.shape[0] if self.hot.slots else 0, overflow.slotless)
+            self.ledger.open(ticket, ids if self.hot.slots else 0, overflow.slotless)
             ticket.ready = self.order.planned()
             return ticket
