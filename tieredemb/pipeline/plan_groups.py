@@ -197,8 +197,9 @@ def _plan_as_one(
     try:
         context = known_context(pools, first.options)
         form = None
-        if context is not None and all(type(its[0]) is tuple for its in seen):  # of tensors alone
-            counts = [its[0][3].numel() for its in seen]
+        ids = [its[0] for its in seen]
+        if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
+            counts = [each[3].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)
         if context is None or form is None:
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
