@@ -6,23 +6,9 @@ import torch
 from devices import assert_same_bits
 
 from tieredemb.kernels import recording
-from tieredemb.step.recorded_plans import Recorded
 
 ROWS = 300
 STEPS = 12
-
-
-def count_replays(monkeypatch):
-    """A list that has an entry for each plan that is replayed from now on."""
-    found = []
-    replay = Recorded.replay
-
-    def counted(self, *given):
-        found.append(self)
-        replay(self, *given)
-
-    monkeypatch.setattr(Recorded, "replay", counted)
-    return found
 
 
 def ids_of(step, shape=(8, 5)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import assert_same_bits
-from step.recordings import ROWS, both, count_replays
+from step.recordings import ROWS, both
 from torch import nn
 from training import bits
 
@@ -14,21 +14,10 @@ import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.step.recorded_plans import LEAST_STEP, STEPS, room_for
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
 BATCHES, SAMPLES = 24, 6
 CAPACITIES = [1, 40, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    """Whatever the environment of the whole run says."""
-    monkeypatch.setenv("TIEREDEMB_RECORD", "1")
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    return count_replays(monkeypatch)
 
 
 def bags_of(seed, features=1, *, rows=ROWS, longest=30, last=False):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from devices import assert_same_bits
-from step.recordings import ROWS, STEPS, both, count_replays, ids_of
+from step.recordings import ROWS, STEPS, both, ids_of
 from torch import nn
 from training import bits
 
@@ -20,20 +20,9 @@ from tieredemb.step import recorded_plans, recorded_updates
 from tieredemb.step.recorded_plans import Recorded, RecordedPlans
 from tieredemb.step.recorded_updates import updates_of
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
 CAPACITIES = [1, 40, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    """Whatever the environment of the whole run says."""
-    monkeypatch.setenv("TIEREDEMB_RECORD", "1")
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    return count_replays(monkeypatch)
 
 
 def made(capacity, **keywords):

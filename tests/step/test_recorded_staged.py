@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from devices import assert_same_bits
-from step.recordings import ROWS, STEPS, both, count_replays, ids_of
+from step.recordings import ROWS, STEPS, both, ids_of
 from torch import nn
 from training import bits
 
@@ -23,18 +23,7 @@ from tieredemb.errors import StorageFullError
 from tieredemb.pipeline.plan_executors import WorkerExecutor
 from tieredemb.step.recorded_plans import RecordedPlans
 
-pytestmark = pytest.mark.usefixtures("gpu")
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    """Whatever the environment of the whole run says."""
-    monkeypatch.setenv("TIEREDEMB_RECORD", "1")
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    return count_replays(monkeypatch)
+pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
 
 @pytest.fixture

@@ -39,20 +39,17 @@ class Locks:
             self._taken.append(None)
             self._taken.extend(filter(_ACQUIRE, self._locks))
         except BaseException:
-            self._give_back()
+            if self._taken:
+                self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
         any(map(_RELEASE, iter(self._taken.pop, None)))
 
-    def _give_back(self) -> None:
-        if self.__dict__.get("_taken"):  # it may be half made
-            any(map(_RELEASE, iter(self._taken.pop, None)))
-
     def __del__(self) -> None:
-        if self.__dict__.get("_taken"):
+        if self.__dict__.get("_taken"):  # it may be half made
             with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
-                self._give_back()
+                self.__exit__()
 
 
 class TriedLock(Locks):

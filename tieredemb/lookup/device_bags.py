@@ -23,7 +23,6 @@ from tieredemb.lookup.bags import EqualBags, KeySpace, Places, id_out_of_range, 
 from tieredemb.lookup.spoilt import why_refused
 
 FILE = "lookup/bags.cu"
-JOINED = ("stride", "start", "n_ids", "before", "edge", "kind")  # of a `Joined`, what kernels are told of each feature
 THREADS = 256
 MOST_BLOCKS = 4224
 
@@ -213,7 +212,9 @@ def join_bags(
     where, starts = [each.data_ptr() for each in ids], [0 if each is None else each.data_ptr() for each in offsets]
     for first in range(0, features, MOST_JOINED):
         some = slice(first, first + MOST_JOINED)
-        fields = {"ids": where, "offsets": starts} | {name: getattr(joined, name) for name in JOINED}
+        fields = {"ids": where, "offsets": starts} | {
+            name: getattr(joined, name) for name in Joined._fields if name != "batch"
+        }
         own = {name: [*values[some], *[0] * (MOST_JOINED - len(values[some]))] for name, values in fields.items()}
         of = len(where[some])
         total = joined.start[first + of - 1] + joined.n_ids[first + of - 1] - joined.start[first]

@@ -187,7 +187,7 @@ class PlaceLocks(Locks):
             super().__enter__()
             if self._placed.now is place:
                 return
-            self._give_back()
+            self.__exit__()
 
 
 class TableSet:
