@@ -124,9 +124,9 @@ class PendingGradients:
             if not is_plain or mine._read is not None:
                 mine._add(collected)
                 continue
-            mine._calls += collected
+            mine.is_there, mine._is_applied = True, False  # first: `zero_grad()` finds what an interruption leaves
             mine._epoch += 1
-            mine.is_there, mine._is_applied = True, False
+            mine._calls += collected
 
     def _add(self, collected: Collected) -> None:
         if not (self._calls or self.whole or self._owned):
@@ -139,6 +139,7 @@ class PendingGradients:
         self._dropped = set()
         if self.copies:
             self._materialise_copies()
+        self.is_there, self._is_applied = True, False  # first, as above
         self._epoch += 1
         for table, rows in come.items():
             self._owned.add(table, rows)
@@ -147,7 +148,6 @@ class PendingGradients:
                 self._calls.append((call, grad))
             elif call.table not in come:
                 self.whole.setdefault(call.table, WholeGradient.of(self._tables, call.table)).add(grad)
-        self.is_there, self._is_applied = True, False
         if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()
