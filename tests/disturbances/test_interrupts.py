@@ -38,6 +38,7 @@ import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
 from tieredemb.kernels import recording
 from tieredemb.pipeline.plan_executors import WorkerExecutor
+from tieredemb.step.recorded_plans import plans_of
 from tieredemb.step.recorded_updates import updates_of
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
@@ -131,11 +132,11 @@ def test_interrupt_of_what_is_being_recorded(gpu, device, pair, name, request, m
         pytest.skip("nothing is recorded on the CPU")
 
     def act(module: Any, number: int) -> None:
-        module.call_context.recorded.forget()
+        plans_of(module.call_context).forget()
         updates_of(module.tables).forget()
         ACTS[name](module, number)
 
-    pair.module.call_context.recorded.forget()
+    plans_of(pair.module.call_context).forget()
     campaign(pair, ACTS[name], request, 4)  # what is made at a first use must not be captured
     monkeypatch.setattr(recording, "TIMES", 0)
     campaign(pair, act, request)

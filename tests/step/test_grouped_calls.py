@@ -18,7 +18,7 @@ import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.pipeline.planned_calls import plan_calls
-from tieredemb.step import device_call, forwards, host_call
+from tieredemb.step import device_update, forwards, host_call
 from tieredemb.step.forwards import Forwards
 
 ROWS = (300, 7, 50, 120)
@@ -68,7 +68,7 @@ def count_joined(monkeypatch):
         return shared, rest
 
     monkeypatch.setattr(Forwards, "__init__", made)
-    for part in (device_call, host_call):
+    for part in (device_update, host_call):
         monkeypatch.setattr(part, "by_call", looked_for)
     return found
 

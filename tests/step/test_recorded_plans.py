@@ -17,7 +17,7 @@ import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError
 from tieredemb.kernels import recording
 from tieredemb.step import recorded_plans, recorded_updates
-from tieredemb.step.recorded_plans import Recorded, RecordedPlans
+from tieredemb.step.recorded_plans import Recorded, RecordedPlans, plans_of
 from tieredemb.step.recorded_updates import updates_of
 
 pytestmark = pytest.mark.usefixtures("gpu", "recorded")
@@ -240,7 +240,7 @@ def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
 
 def test_recordings_are_few_and_counted_and_end_with_the_place():
     bag = made(40)
-    plans: RecordedPlans = bag.call_context.recorded
+    plans: RecordedPlans = plans_of(bag.call_context)
     for size in range(2, 2 + recorded_plans.MOST_FORMS + 3):
         for step in range(4):
             bag(ids_of(step, (size, 3))).sum().backward()

@@ -22,7 +22,8 @@ import tieredemb as te
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import HotRows
 from tieredemb.kernels.compiler import Kernel
-from tieredemb.step.host_call import HostCall, HostGroupCall
+from tieredemb.step import host_call
+from tieredemb.step.host_call import HostGroupCall
 from tieredemb.storage.base import ColdRows
 
 pytestmark = pytest.mark.filterwarnings("error:prefetch")  # plans that nothing uses would prove nothing
@@ -61,7 +62,7 @@ class Delays:
                 (ColdRows, "write"),
                 (HostGroupCall, "pool"),
                 (HostGroupCall, "gradient"),
-                (HostCall, "apply"),
+                (host_call, "apply"),
             ]
         for owner, name in places:
             late = self._late(getattr(owner, name))

@@ -11,12 +11,9 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from tieredemb.errors import BrokenCacheError, StorageError
-
-if TYPE_CHECKING:
-    from tieredemb.cache.base import Cache
 
 Part = Hashable  # of the rows, such as the weights of one table: named by the cache's owner
 
@@ -28,6 +25,19 @@ class Doubt(NamedTuple):
     parts: frozenset[Part] | None = None
 
 
+class Changed(Protocol):
+    """A cache, as its changes settle it. `rows_version`: counts what may change rows where they are."""
+
+    doubts: Doubts
+    rows_version: int
+
+    def give_up_batches(self) -> None:
+        """Ends the batches in flight."""
+
+    def forget(self) -> None:
+        """Drops every hot row without writing it back."""
+
+
 class Change(abc.ABC):
     """A change that is under way, or was interrupted: `cause` says by what, where that is known."""
 
@@ -35,7 +45,7 @@ class Change(abc.ABC):
     calls_inside = False  # whether the call that makes it calls the cache meanwhile
 
     @abc.abstractmethod
-    def settle(self, cache: Cache) -> Doubt | None:
+    def settle(self, cache: Changed) -> Doubt | None:
         """Undoes or ends it, where it was interrupted; returns what is in doubt if neither can be had. A second call,
         after an interrupted first one, goes on. The caller holds the lock that it was made under."""
 
@@ -58,14 +68,14 @@ class HalfWritten(Change):
         self.has_begun = False
         self._replaces = replaces
 
-    def doubt(self, cache: Cache) -> Doubt | None:
+    def doubt(self, cache: Changed) -> Doubt | None:
         """What it leaves in doubt, interrupted."""
         parts = None if self.parts is None else self.parts & cache.doubts.all_parts
         if not self.has_begun or (parts is not None and not parts):
             return None
         return Doubt(interrupted(self.call, self.cause), parts)
 
-    def settle(self, cache: Cache) -> Doubt | None:
+    def settle(self, cache: Changed) -> Doubt | None:
         doubt = self.doubt(cache)
         if doubt is not None and self._replaces:
             cache.give_up_batches()
@@ -162,7 +172,7 @@ class ChangeBook:
         for entry in self.entries:
             entry.change.cause = type(error).__name__
 
-    def settle(self, cache: Cache) -> None:
+    def settle(self, cache: Changed) -> None:
         """Settles the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
         left = len(self.entries)
         while left:
@@ -180,7 +190,7 @@ class ChangeBook:
                 self._doubts.add(doubt)
             self.entries.pop(left).forget()
 
-    def settle_rows(self, cache: Cache) -> None:
+    def settle_rows(self, cache: Changed) -> None:
         """As `settle`, under the lock of rows alone: changes of all rows are left as they are, and are doubts
         already."""
         halves = [entry for entry in self.entries if isinstance(entry.change, HalfWritten)]

@@ -6,12 +6,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tieredemb.cache.base import Cache
+from typing import Any, Protocol
 
 _ACQUIRE, _TRY, _RELEASE = methodcaller("acquire"), methodcaller("acquire", False), methodcaller("release")
+
+
+class Lockable(Protocol):
+    """A cache. `number`: in the order in which caches are made · `plan_lock`, `lock`: of its plans, and of its rows,
+    each a `threading.RLock`."""
+
+    number: int
+    plan_lock: Any
+    lock: Any
 
 
 class Locks:
@@ -21,7 +27,7 @@ class Locks:
     signal is handled. One that comes before the latter begins is made good when the object goes.
     """
 
-    def __init__(self, caches: Iterable[Cache], *, plans: bool = True, rows: bool = True) -> None:
+    def __init__(self, caches: Iterable[Lockable], *, plans: bool = True, rows: bool = True) -> None:
         ordered = sorted(caches, key=lambda cache: cache.number)
         self._locks: list[Any] = [cache.plan_lock for cache in ordered] if plans else []
         if rows:

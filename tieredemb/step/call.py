@@ -91,11 +91,9 @@ class CallContext:
         return BatchForms()
 
     @functools.cached_property
-    def recorded(self) -> Any:
-        """On a GPU, plans of its calls (`RecordedPlans`)."""
-        from tieredemb.step.recorded_plans import RecordedPlans
-
-        return RecordedPlans()
+    def kept(self) -> dict[type, Any]:
+        """What its calls keep for later ones, by its type."""
+        return {}
 
     @property
     def is_dense(self) -> bool:
@@ -160,7 +158,8 @@ class Call(Shareable):
     # on a GPU: where rows of ids that are picked are written, none of which is returned then
     rows_to: RowSpread | None = None
 
-    gpu = -1  # the number of that which its tables are on
+    device_type: str  # that its tables are on
+    gpu = -1  # of several forwards, the number of that which their tables are on
     # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
     # numpy array over the memory of a tensor can change it, and torch does not know
     planned_inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
@@ -243,16 +242,6 @@ class Call(Shareable):
     def weigh(self, scale: torch.Tensor) -> None:
         """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
         `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def apply(collected: Collected) -> None:
-        """Applies one optimizer step for the calls of one backward pass, which are in forward order."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
-        """Takes an optimizer step in which no row has a gradient."""
 
     # --- of several forwards ------------------------------------------------------------------------------------------
 

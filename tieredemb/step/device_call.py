@@ -22,21 +22,19 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Ages, Call, CallContext, Collected, StackRows
+from tieredemb.step.call import NUMBERS, Ages, Call, CallContext, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.device_update import take_step, those_alike, update, update_forwards, update_grouped
-from tieredemb.step.forwards import Forward, Forwards, by_call
+from tieredemb.step.forwards import Forward
+from tieredemb.step.recorded_plans import Recorded, plans_of
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
-from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.batch import Given
     from tieredemb.step.batch_form import BatchForm
-    from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
 
@@ -44,6 +42,7 @@ class DeviceCall(Call):
     """One forward of a module on a GPU, or several. Planned into the `memory` of a call of as many ids and bags that is
     over, it uses that again."""
 
+    device_type = "cuda"
     parts: list[DeviceGroupCall]
     memory: CallMemory
     pooled: list[torch.Tensor] | None = None  # the outputs, where a recorded plan has looked them up
@@ -79,7 +78,7 @@ class DeviceCall(Call):
         self.rooms = self.counts()
         self.stack = batch.stack
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
-        if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
+        if recurs and plans_of(self.context).plan(self, batch, trains=trains, ages=ages, ahead=ahead):
             return
         self.stack = batch.stack  # whatever a recording has come to
         tables = self.context.tables
@@ -469,27 +468,6 @@ class DeviceCall(Call):
         self.follow()
         self.parts[block].catch_up(self.memory.faults[block])
         return True
-
-    # --- updates ------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def apply(collected: Collected) -> None:
-        shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
-        of_call: dict[Forwards, list[Collected]] = {}
-        for forwards, its in shared:
-            of_call.setdefault(forwards, []).append(its)
-        updates = those_alike(rest)  # which raises for what is too large, before anything changes
-        for forwards, of_blocks in of_call.items():
-            updates += those_alike(update_forwards(forwards, of_blocks))
-        for alike in updates:
-            if len(alike) == 1:
-                update(alike[0])
-            else:
-                update_grouped(alike)
-
-    @staticmethod
-    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
-        take_step(tables, optimizer)
 
 
 def _check_at_once(tables: TableSet, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.forwards import Forwards, take_one_step
+from tieredemb.step.forwards import Forwards, by_call, take_one_step
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -32,7 +32,23 @@ if TYPE_CHECKING:
     from tieredemb.tables.table_set import TableSet
 
 
-def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
+def apply(collected: Collected) -> None:
+    """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
+    shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
+    of_call: dict[Forwards, list[Collected]] = {}
+    for forwards, its in shared:
+        of_call.setdefault(forwards, []).append(its)
+    updates = _those_alike(rest)  # which raises for what is too large, before anything changes
+    for forwards, of_blocks in of_call.items():
+        updates += _those_alike(_update_forwards(forwards, of_blocks))
+    for alike in updates:
+        if len(alike) == 1:
+            _update(alike[0])
+        else:
+            _update_grouped(alike)
+
+
+def _those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
     their optimizers' numbers."""
     of_whole: dict[TableSet, list[Collected]] = {}
@@ -57,7 +73,7 @@ def _is_large(sets: Sequence[Collected]) -> bool:
     return True
 
 
-def update(collected: Collected) -> None:
+def _update(collected: Collected) -> None:
     """One optimizer step for calls over one set of tables, in forward order."""
     tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
     calls, grads = _device_calls(collected), [grad.contiguous() for _, grad in collected]
@@ -96,7 +112,7 @@ def update(collected: Collected) -> None:
             launch([grads])
 
 
-def update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
+def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
     """One optimizer step for all forwards of a call in some pools, in the order of the tables there, as for one batch
     over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
     common."""
@@ -130,7 +146,7 @@ def update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[
     return rest
 
 
-def update_grouped(sets: Sequence[Collected]) -> None:
+def _update_grouped(sets: Sequence[Collected]) -> None:
     """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
     in the launches of one table."""
     contexts = [calls[0][0].context for calls in sets]
@@ -275,8 +291,8 @@ def _is_plain(parts: Sequence[DeviceGroupCall]) -> bool:
     return all(part.group.past is None and part.is_as_planned for part in parts)
 
 
-def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:
-    """A step in which no row has a gradient."""
+def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
+    """Takes an optimizer step in which no row has a gradient."""
     device = tables.config.device
     with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
         scaling = Scaling(*optimizer.scaling([]))

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -41,6 +41,7 @@ from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
 from tieredemb.tables.division import share_capacity
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -324,7 +325,7 @@ class Engine:
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
         assert self.optimizer is not None
-        call_type(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
+        updates_on(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -495,11 +496,11 @@ def _update(collected: Collected) -> None:
     try:
         if LAGGING:
             catch_up_lagging(*[call.context.tables for call, _ in collected])
-        of_kind: dict[Callable[[Collected], None], Collected] = {}
+        on_type: dict[str, Collected] = {}
         for pair in collected:  # tables of one conversion may be on several devices
-            of_kind.setdefault(pair[0].apply, []).append(pair)
-        for apply, its in of_kind.items():
-            apply(its)
+            on_type.setdefault(pair[0].device_type, []).append(pair)
+        for device_type, its in on_type.items():
+            updates_on(device_type).apply(its)
     finally:
         release_all([call for call, _ in collected])
 
@@ -514,6 +515,28 @@ def call_type(device_type: str) -> type[Call]:
     from tieredemb.step.host_call import HostCall
 
     return HostCall
+
+
+class Updates(Protocol):
+    """The updates of tables on devices of one type."""
+
+    def apply(self, collected: Collected) -> None:
+        """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
+
+    def step_alone(self, tables: TableSet, optimizer: RowOptimizer) -> None:
+        """Takes an optimizer step in which no row has a gradient."""
+
+
+@functools.cache
+def updates_on(device_type: str) -> Updates:
+    """Those of the tables' device."""
+    if device_type == "cuda":
+        from tieredemb.step import device_update
+
+        return device_update
+    from tieredemb.step import host_call
+
+    return host_call
 
 
 def _check_world_size() -> None:

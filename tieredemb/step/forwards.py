@@ -277,7 +277,7 @@ class Forward:
         self.block, self.place = forwards.form.where[position]  # of which pool, and where there
         self.context, self.batch = forwards.contexts[position], forwards.form.size
         self.ids = forwards.form.counts[position]
-        self.apply = forwards.call.apply
+        self.device_type = forwards.call.device_type
         self.lasts = True
         self._alone: Call | None = None
         forwards.awaited.discard(position)

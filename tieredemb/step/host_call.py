@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import Cache
-from tieredemb.cache.changes import Change
+from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.locks import Locks
 from tieredemb.cache.tickets import Ticket, TicketShare
@@ -61,7 +61,7 @@ class RowPass(Change):
             taken = self.cache.cold.metadata.steps
             self.steps = {table: taken[table] + 1 for table in group.stepping}
 
-    def settle(self, cache: Cache) -> None:
+    def settle(self, cache: Changed) -> None:
         if self.done or any(each.begun for each in self.among):
             cache.rows_version += 1
             self.rows.run()
@@ -342,6 +342,7 @@ class HostGroupCall:
 class HostCall(Call):
     """One forward of a module on the CPU, or several."""
 
+    device_type = "cpu"
     parts: list[HostGroupCall]
 
     def plan(
@@ -502,50 +503,53 @@ class HostCall(Call):
         with self.context.tables.placed.now.rows.again():
             return is_as_looked_up(block) and self.parts[block].keep_caught_up()
 
-    # --- updates ------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def apply(collected: Collected) -> None:
-        shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
-        tables = [forwards.call.context.tables for forwards, _ in shared]
-        tables += [calls[0][0].context.tables for calls in rest]
-        todo: list[RowPass] = []
-        with _rows_of(tables):
-            for forwards, its in shared:
-                update = _shared_update(forwards, its)
-                if update is None:
-                    rest += [[pair] for pair in its]
-                else:
-                    todo.append(update)
-            for calls in rest:
-                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-                    for call, _ in calls:
-                        group.cache.check_rows(call.parts[g].ticket)
-            for calls in rest:
-                grads = [grad for _, grad in calls]
-                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
-                assert optimizer is not None  # the backward has asked for it
-                for g, group in enumerate(place.groups):
-                    assert isinstance(group, HostGroup)
-                    numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), grads)
-                    if numbers is None:
-                        break
-                    rows = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                    todo.append(RowPass(group, rows, numbers))
-            carry_out(todo)
+# --- updates ----------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
-        place = tables.placed.now
-        todo: list[RowPass] = []
-        with place.rows.again():
-            for group in place.groups:
+
+def apply(collected: Collected) -> None:
+    """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
+    shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
+    tables = [forwards.call.context.tables for forwards, _ in shared]
+    tables += [calls[0][0].context.tables for calls in rest]
+    todo: list[RowPass] = []
+    with _rows_of(tables):
+        for forwards, its in shared:
+            update = _shared_update(forwards, its)
+            if update is None:
+                rest += [[pair] for pair in its]
+            else:
+                todo.append(update)
+        for calls in rest:
+            for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+                for call, _ in calls:
+                    group.cache.check_rows(call.parts[g].ticket)
+        for calls in rest:
+            grads = [grad for _, grad in calls]
+            place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
+            assert optimizer is not None  # the backward has asked for it
+            for g, group in enumerate(place.groups):
                 assert isinstance(group, HostGroup)
-                numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), [])
+                numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), grads)
                 if numbers is None:
-                    return
-                todo.append(RowPass(group, no_rows(), numbers))
-            carry_out(todo)
+                    break
+                rows = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                todo.append(RowPass(group, rows, numbers))
+        carry_out(todo)
+
+
+def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
+    """Takes an optimizer step in which no row has a gradient."""
+    place = tables.placed.now
+    todo: list[RowPass] = []
+    with place.rows.again():
+        for group in place.groups:
+            assert isinstance(group, HostGroup)
+            numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), [])
+            if numbers is None:
+                return
+            todo.append(RowPass(group, no_rows(), numbers))
+        carry_out(todo)
 
 
 def rounding_of(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:

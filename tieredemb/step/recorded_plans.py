@@ -31,9 +31,10 @@ from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
-    from tieredemb.step.call import Ages
+    from tieredemb.step.batch_form import BatchForm
+    from tieredemb.step.call import Ages, CallContext
     from tieredemb.step.call_memory import CallMemory
-    from tieredemb.step.device_call import DeviceCall
+    from tieredemb.step.device_group_call import DeviceGroupCall
     from tieredemb.step.stack import Stack
     from tieredemb.tables.table_set import Place
 
@@ -63,7 +64,7 @@ def _rooms(counts: list[int], groups: Sequence[DeviceGroup]) -> list[int]:
 
 class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
-    `DeviceCall` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
+    `Recordable` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
     `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and not a plain one,
     else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
 
@@ -83,7 +84,77 @@ class Form(NamedTuple):
 
 _numbers = itertools.count()
 Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
-Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `DeviceCall.blocks_of`
+Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `Recordable.blocks_of`
+
+
+class Recordable(Protocol):
+    """A call on a GPU whose plan can be recorded, or replayed. `context`, `form`, `parts`, `keeps_rows`: see `Call` ·
+    `memory`: what it is planned into · `stack`: what the rows of its output are, if that has one · `layout`: of several
+    forwards, what tells their batches apart · `rooms`: for how many ids the memory has room, of each block · `pooled`:
+    its outputs, where the replay has looked them up · `recorded`: what has planned it · `source`: the same, where it is
+    to look the outputs up yet."""
+
+    context: CallContext
+    form: BatchForm | None
+    parts: list[DeviceGroupCall]
+    keeps_rows: bool
+    memory: CallMemory
+    stack: Stack | None
+    layout: Hashable
+    rooms: Sequence[int]
+    pooled: list[torch.Tensor] | None
+    recorded: Recorded | None
+    source: Recorded | None
+
+    @staticmethod
+    def inputs(batch: Batch) -> tuple[torch.Tensor, Edges]:
+        """What is to be planned, as kernels take it."""
+
+    def counts(self) -> list[int]:
+        """How many ids there are, of each block."""
+
+    def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
+        """For how many ids each group has room."""
+
+    def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
+        """The ids that each group looks among, int64 (N,), and the edges of their bags."""
+
+    def output_shapes(self) -> list[tuple[int, int]]:
+        """Of the output; of several forwards that of those in each block."""
+
+    def allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
+        """Memory for its plan."""
+
+    def launch(
+        self,
+        groups: list[DeviceGroup],
+        blocks: list[tuple[torch.Tensor, Edges]],
+        *,
+        scored: bool,
+        ages: Ages,
+        ahead: bool,
+    ) -> None:
+        """Launches its plan, into the memory that it has."""
+
+    def look_up(
+        self, outs: Sequence[torch.Tensor], weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool
+    ) -> None:
+        """Launches its lookup, which writes the outputs."""
+
+    def tell(self) -> None:
+        """Launches what tells the host of a fault that the plan has found."""
+
+    def follow(self, *more: torch.Tensor) -> None:
+        """Tells torch's allocator that the current stream uses its memory, and `more`."""
+
+    def complete(self) -> bool:
+        """See `Call`."""
+
+    def release(self) -> None:
+        """See `Call`."""
+
+    def give_up_plan(self) -> None:
+        """What it was planned to did not come: it is to be planned anew."""
 
 
 class Forgets(Protocol):
@@ -109,7 +180,7 @@ class _Site:
     plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `waits`: whether plans wait
     for the host · `pools`: whether lookups need nothing that lies between a plan and them."""
 
-    def __init__(self, call: DeviceCall, plans: RecordedPlans) -> None:
+    def __init__(self, call: Recordable, plans: RecordedPlans) -> None:
         context = call.context
         place = context.tables.placed.now
         self.place = when_left(place, plans)
@@ -141,7 +212,7 @@ class RecordedPlans:
         self._forms = Repeats()
         self._recorded.clear()
 
-    def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: Ages, ahead: bool) -> bool:
+    def plan(self, call: Recordable, batch: Batch, *, trains: bool, ages: Ages, ahead: bool) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
         site = self._site
@@ -169,7 +240,7 @@ class RecordedPlans:
             call.rooms = call.counts()
         return is_planned
 
-    def _plan(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
+    def _plan(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
         if site.only is not None:
             with site.only.plan_lock, site.only.lock:
                 return self._plan_locked(call, site, form, batch)
@@ -186,7 +257,7 @@ class RecordedPlans:
         call.give_up_plan()
         return False
 
-    def _plan_locked(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
+    def _plan_locked(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
         if not form.equal and batch.stack is None and (call.form is not None or site.is_pooled):
             call.rooms = _rooms(call.counts(), site.groups)
         form = form._replace(rooms=tuple(call.rooms))
@@ -225,11 +296,19 @@ class RecordedPlans:
         return True
 
 
+def plans_of(context: CallContext) -> RecordedPlans:
+    """Those of the calls of who has this context."""
+    found = context.kept.get(RecordedPlans)
+    if found is None:
+        found = context.kept[RecordedPlans] = RecordedPlans()
+    return cast("RecordedPlans", found)
+
+
 class Recorded:
     """A plan of a form, as a graph: recorded for `call`, and replayed for it. `number`: its own, which no other has ·
     `compute_pool`: of what graphs of lookups and updates use while they run."""
 
-    def __init__(self, call: DeviceCall, site: _Site, key: Key, batch: Batch) -> None:
+    def __init__(self, call: Recordable, site: _Site, key: Key, batch: Batch) -> None:
         form, following = key
         self.number = next(_numbers)
         blocks = call.blocks_of(*call.inputs(batch))
@@ -278,7 +357,7 @@ class Recorded:
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     def _record(
-        self, call: DeviceCall, key: Key, blocks: Blocks, outs: list[torch.Tensor] | None
+        self, call: Recordable, key: Key, blocks: Blocks, outs: list[torch.Tensor] | None
     ) -> list[RecordedTransfer | None]:
         """Returns the transfer of each group whose rows pass through the host."""
         form, following = key
@@ -331,7 +410,7 @@ class Recorded:
                 return False
         return True
 
-    def replay(self, call: DeviceCall, batch: Batch) -> None:
+    def replay(self, call: Recordable, batch: Batch) -> None:
         """Plans `call`, and looks up for it where that is part of the graph."""
         ids, offsets = batch.ids, batch.offsets
         if ids.dtype is not torch.int64:
@@ -355,13 +434,13 @@ class Recorded:
         self._begin_transfers(call)
         self._taken(call, outs)
 
-    def _begin_transfers(self, call: DeviceCall) -> None:
+    def _begin_transfers(self, call: Recordable) -> None:
         """Behind a replay: has rows brought that pass through the host."""
         for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
             if transfer is not None:
                 group.cache.begun(part.ticket, transfer, ahead=self._ahead)
 
-    def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None:
+    def look_up(self, call: Recordable) -> list[torch.Tensor] | None:
         """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
         where that cannot be recorded, and is to be launched."""
         with ExitStack() as used:
@@ -378,7 +457,7 @@ class Recorded:
             call.follow()
         return outs
 
-    def _has_moved(self, call: DeviceCall) -> bool:
+    def _has_moved(self, call: Recordable) -> bool:
         """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
@@ -386,7 +465,7 @@ class Recorded:
             if transfer is not None and before.slotless
         )
 
-    def _record_lookup(self, call: DeviceCall, outs: list[torch.Tensor]) -> bool:
+    def _record_lookup(self, call: Recordable, outs: list[torch.Tensor]) -> bool:
         lookup = Recording(self._output[2], self.compute_pool)
         try:
             with ExitStack() as inside:
@@ -413,11 +492,11 @@ class Recorded:
                 now += transfer.expect()
         self._graph.replay(now)
 
-    def _taken(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
+    def _taken(self, call: Recordable, outs: list[torch.Tensor] | None) -> None:
         call.pooled, call.recorded = outs, self
         self._batches = [part.ticket.batch for part in call.parts]
         call.source = self if self._pools_later else None
-        self._call: weakref.ref[DeviceCall] = weakref.ref(call)
+        self._call: weakref.ref[Recordable] = weakref.ref(call)
         if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
             self._memory.planner = current_stream()
 

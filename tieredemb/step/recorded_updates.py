@@ -19,8 +19,7 @@ from tieredemb.step.recorded_plans import when_left
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.plan import OverflowRows
-    from tieredemb.step.device_call import DeviceCall
-    from tieredemb.step.recorded_plans import Recorded
+    from tieredemb.step.recorded_plans import Recordable, Recorded
     from tieredemb.tables.table_set import Place, TableSet
 
 Key = tuple[object, ...]
@@ -65,7 +64,7 @@ class RecordedUpdates:
 
     def run(
         self,
-        calls: Sequence[DeviceCall],
+        calls: Sequence[Recordable],
         grads: Sequence[Sequence[torch.Tensor]],
         overflow: Sequence[OverflowRows],
         kept: Sequence[torch.Tensor],

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import NO_WORDS, Cache
-from tieredemb.cache.changes import Change
+from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, count_arrivals, number, resolve
@@ -49,7 +49,7 @@ COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 class _SlotsMove(Change):
     """Slots change hands: map and free slots may not say so yet."""
 
-    def settle(self, cache: Cache) -> None:
+    def settle(self, cache: Changed) -> None:
         assert isinstance(cache, HostCache)
         cache.derive()
 
