@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from oracle import OracleCache
 
 import tieredemb as te
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.policy import scoring
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.pipeline import plan_executors
@@ -30,7 +31,7 @@ def make(capacity, policy=POLICIES[0], **keywords):
 
 def plan(module, ids, *, ages):
     """Plans a forward of `ids`, int64 (N,); returns the call, which is in flight."""
-    return module.engine._call(module._batch(ids), module.call_context, trains=False, ages=ages)
+    return module.engine._call(module._batch(ids), module.call_context, PlanKind(ages=ages))
 
 
 def look_up(module, *ids, ages):
@@ -92,7 +93,7 @@ def test_caches_of_all_widths_age_alike(device):
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 4])
     for ages in (True, False, False, True):
         batch = module._batch(ids, offsets)
-        module.engine._call(batch, module.call_context, trains=False, ages=ages).release()
+        module.engine._call(batch, module.call_context, PlanKind(ages=ages)).release()
     assert [group.cache.stats().batches for group in module.tables.groups] == [2, 2]
 
 
@@ -178,7 +179,7 @@ def test_plans_made_ahead_age_as_they_are_told(device, tmp_path, staged):
             parts = [part for part in parts_of(step)[1] if len(part)]
             for number, ids in enumerate(parts):
                 ahead.engine.plan_ahead(
-                    executor, (ids,), ahead._batch, ahead.call_context, trains=False, ages=number == 0
+                    executor, (ids,), ahead._batch, ahead.call_context, PlanKind(ages=number == 0, ahead=True)
                 )
                 plan(plain, ids, ages=number == 0).release()
             with torch.no_grad():

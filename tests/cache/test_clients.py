@@ -9,6 +9,7 @@ import pytest
 from counters import arrivals
 
 import tieredemb as te
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.stats import CacheStats
@@ -33,7 +34,7 @@ class Clients:
         """Plans ids, by table, int64 (N,) each, negative for padding, as one."""
         keys = [np.where(its >= 0, its + FIRST[table], -1) for table, its in ids.items()]
         starts = np.cumsum([0, *map(len, keys)])
-        return self.cache.plan(np.concatenate(keys), client=Planners(tuple(ids), starts), **keywords)
+        return self.cache.plan(np.concatenate(keys), PlanKind(**keywords), client=Planners(tuple(ids), starts))
 
     def plan_and_expect(self, ids):
         """The same, and notes what should have been counted."""
@@ -102,7 +103,7 @@ def test_counters_add_up_to_those_of_the_cache(slots):
 
 def test_what_is_not_scored_is_no_lookup_but_brings_rows():
     clients = Clients(60)
-    clients.plan({0: np.arange(5), 2: np.arange(3)}, score=False).release()
+    clients.plan({0: np.arange(5), 2: np.arange(3)}, scored=False).release()
     assert [(each.lookups, each.batches, each.rows_filled) for each in clients.stats()[:3]] == [
         (0, 0, 5),
         (0, 0, 0),

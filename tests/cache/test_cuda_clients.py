@@ -12,6 +12,7 @@ from counters import arrivals
 from devices import require_gpu
 
 import tieredemb as te
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.stats import CacheStats
 from tieredemb.config import Uniform
@@ -78,7 +79,7 @@ class Clients:
         keys, homes = torch.cat(keys), torch.cat(homes).int()
         if order is not None:
             keys, homes = keys[order], homes[order]
-        return self.cache.plan(keys.to(self.device), homes.to(self.device), client=client, **keywords)
+        return self.cache.plan(keys.to(self.device), homes.to(self.device), kind=PlanKind(**keywords), client=client)
 
     def plan_and_expect(self, ids, client=None, **keywords):
         """The same, while the batch before is in flight; notes what should have been counted."""
@@ -232,7 +233,7 @@ def test_several_plans_of_one_time_are_one_batch_of_a_client(resident):
     assert batches(3) == [2, 1, 2, 1]
     assert batches(None) == [2, 1, 2, 1]
     lookups = [each.lookups for each in clients.stats()]
-    assert batches(0, score=False) == [2, 1, 2, 1]
+    assert batches(0, scored=False) == [2, 1, 2, 1]
     assert [each.lookups for each in clients.stats()] == lookups == [18, 0, 18, 0]
 
 

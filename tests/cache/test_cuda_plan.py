@@ -8,6 +8,7 @@ import pytest
 import torch
 from devices import require_gpu
 
+from tieredemb.cache.base import USE
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, places
 from tieredemb.cache.policy import scoring
@@ -53,7 +54,7 @@ class Plans:
         """Begins a plan for `keys` (int64 (N,)), negative where there is nothing to look up."""
         self.keys, self.missed = keys, Missed(len(keys), keys.device)
         self.homes = torch.where(keys >= 0, -1, DROPPED).int()
-        self.plan.begin(self.missed, lag=self.lag, scored=True, ages=True, client=self.numbers, overflow=self.overflow)
+        self.plan.begin(self.missed, USE, lag=self.lag, client=self.numbers, overflow=self.overflow)
         self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
 
     def end_in_two(self):

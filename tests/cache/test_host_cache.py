@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracle import OracleCache
 
 from tieredemb import LFU, LRU, HostMemory
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.policy import scoring
@@ -106,7 +107,7 @@ def test_residents_and_hits_are_those_of_the_oracle(batches, ages, slots, window
     for batch, is_later in zip(batches, ages, strict=False):
         keys = [key for key in batch if key >= 0]
         before = cache.stats()
-        cache.plan(keys_of(batch), ages=is_later).release()
+        cache.plan(keys_of(batch), PlanKind(ages=is_later)).release()
         counted = cache.stats() - before
         resident = {int(key) for key in cache.hot.key[:slots] if key >= 0}
         hits = oracle.plan(keys, ages=is_later)
@@ -162,14 +163,14 @@ def test_batch_without_score_leaves_no_trace_in_scores_and_counters():
     cache = make_cache(8)
     cache.plan(keys_of([1, 2])).release()
     scores, stats = cache.hot.score.copy(), cache.stats()
-    cache.plan(keys_of([1, 2]), score=False).release()
+    cache.plan(keys_of([1, 2]), PlanKind(scored=False)).release()
     assert np.array_equal(cache.hot.score, scores)
     assert (cache.stats() - stats).lookups == 0
 
 
 def test_rows_planned_without_score_are_kept_when_they_leave():
     cache = make_cache(1)
-    cache.plan(keys_of([7]), score=False).release()
+    cache.plan(keys_of([7]), PlanKind(scored=False)).release()
     cache.hot.weight[:] = 5
     cache.hot.dirty[:] = 1
     cache.plan(keys_of([8])).release()

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import tieredemb as te
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.changes import ChangeBook, Doubts
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
@@ -464,8 +465,9 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     for scored, ages in ((True, True), (True, False), (False, True)):
-        plan.count(homes, scored=scored, ages=ages, client=client)
-        plan.begin(missed, lag=1, scored=scored, ages=ages, client=client, overflow=overflow)
+        kind = PlanKind(scored=scored, ages=ages)
+        plan.count(homes, kind, client=client)
+        plan.begin(missed, kind, lag=1, client=client, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
     plan.place(missed, lag=1)
     plan.publish(homes, missed, overflow)
@@ -490,7 +492,7 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     homes, missed = torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     launched.clear()
     for ahead in (False, True):  # nothing is left to be done later
-        assert transfer.start(BatchPlan(homes, missed, False, True, None), ahead=ahead).is_finished
+        assert transfer.start(BatchPlan(homes, missed, False, PlanKind(ahead=ahead), None)).is_finished
     assert launched == 2 * ["missed_place", "missed_settle", "rows_swap", "rows_generate"]
     transfer.load(torch.arange(5), torch.arange(5, dtype=torch.int32))
     ((first_key, first_slot, rows),) = hot.resident

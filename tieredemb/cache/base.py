@@ -40,6 +40,23 @@ class Look(NamedTuple):
     lookups: int = 0
 
 
+class PlanKind(NamedTuple):
+    """How a batch is planned. `scored`: whether it counts as a use of rows; else it leaves no trace in scores and
+    counters, as when a checkpointed forward is recomputed · `ages`: whether it is of a later time than the plan before
+    it (see `Cache`), in each cache where several plan it · `ahead`: whether other work comes before its rows are used ·
+    `trains`: whether a backward is expected to update them."""
+
+    scored: bool = True
+    ages: bool | tuple[bool, ...] = True
+    ahead: bool = False
+    trains: bool = False
+
+
+USE = PlanKind()
+AHEAD = PlanKind(ahead=True, trains=True)
+NO_USE = PlanKind(scored=False, ages=False)  # of rows that are wanted in their slots, and for no lookup
+
+
 class Cache(abc.ABC):
     """A cache of `slots` rows over `cold`.
 
@@ -47,7 +64,8 @@ class Cache(abc.ABC):
     previous batches are never evicted. Calls are serialised; none may come from a forked child.
 
     A plan has a number, by which rows are locked and, of equal score, the one used longest ago leaves; and a time, of
-    which scores are made. A plan that `ages` scores, as plans do, is of the next time. Those that follow it in the same
+    which scores are made. A plan that `ages` scores (`PlanKind`), as plans do, is of
+    the next time. Those that follow it in the same
     step of a model need not: of the same time, with keys of their own, they score rows as one plan of all keys does,
     and count as one batch.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tieredemb.cache.base import AHEAD, PlanKind
 from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig, check_flag
 from tieredemb.errors import ConfigError, UnsupportedError
@@ -194,15 +195,13 @@ class TieredModule(LookupModule):
         self,
         executor: PlanExecutor,
         *inputs: torch.Tensor | Places,
-        trains: bool = True,
-        ages: bool = True,
+        kind: PlanKind = AHEAD,
         memory: CallMemory | None = None,
     ) -> Planned:
         """See `LookupModule`."""
-        trains = trains and self.trains
-        return self.engine.plan_ahead(
-            executor, inputs, self._batch, self.call_context, trains=trains, ages=ages, memory=memory
-        )
+        if not self.trains:
+            kind = kind._replace(trains=False)
+        return self.engine.plan_ahead(executor, inputs, self._batch, self.call_context, kind, memory)
 
     def batch_of(self, given: Given) -> Batch:
         """What a forward will look up, from what it will be given. Raises `InvalidInputError`."""

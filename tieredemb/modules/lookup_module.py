@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tieredemb.cache.base import AHEAD, PlanKind
 from tieredemb.kernels.tracing import no_export
 from tieredemb.lookup.bags import Places
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -95,11 +96,10 @@ class LookupModule(nn.Module, abc.ABC):
         self,
         executor: PlanExecutor,
         *inputs: torch.Tensor | Places,
-        trains: bool = True,
-        ages: bool = True,
+        kind: PlanKind = AHEAD,
         memory: Any = None,
     ) -> Planned:
         """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
-        never taken are to be dropped. `trains`: whether a backward is expected · `ages`: whether it is of a later step
-        than the plan before it · `memory`: on a GPU that of a call that is over, to plan into."""
+        never taken are to be dropped. `kind`: how, made ahead; a frozen module expects no backward · `memory`: on a GPU
+        that of a call that is over, to plan into."""

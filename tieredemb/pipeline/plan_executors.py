@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.base import Cache
+from tieredemb.cache.base import AHEAD, Cache, PlanKind
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_device, on_stream, side_stream
 from tieredemb.modules.lookup_module import LookupModule
@@ -45,18 +45,19 @@ class PlanExecutors:
         if not lookups:
             return
 
-        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
-            module, given, trains = lookup
-            return module.plan_ahead(self._executor_of(module), *given, trains=trains, **how)
+        def plan_alone(lookup: LookupSpec, kind: PlanKind, memory: Any) -> Planned:
+            module, given, _ = lookup
+            return module.plan_ahead(self._executor_of(module), *given, kind=kind, memory=memory)
 
         with contextlib.ExitStack() as entered:
             for stream in self._streams:
                 on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
                 entered.enter_context(stream.together(on_it))
             if len(lookups) == 1:
-                planned.append((lookups[0].module.planned, plan_alone(lookups[0])))
+                (lookup,) = lookups
+                planned.append((lookup.module.planned, plan_alone(lookup, AHEAD._replace(trains=lookup.trains), None)))
             else:
-                plan_groups(self._groups.of(lookups), plan_alone, planned, executor_of=self._executor_of, ahead=True)
+                plan_groups(self._groups.of(lookups), plan_alone, planned, executor_of=self._executor_of)
 
     def _executor_of(self, module: LookupModule) -> PlanExecutor:
         place = module.tables.placed.now

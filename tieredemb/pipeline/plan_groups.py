@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, cast
 
+from tieredemb.cache.base import AHEAD, USE, PlanKind
 from tieredemb.errors import TieredEmbError
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tieredemb.tables.table_set import Place, Placed, TableSet
 
 PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
-PlanAlone = Callable[..., Planned]  # one forward, by what it looks up, `ages` and `memory`
+PlanAlone = Callable[[LookupSpec, PlanKind, Any], Planned]  # one forward, and where to plan it
 
 
 class PlanGroup:
@@ -122,23 +123,21 @@ def plan_groups(
     made: list[PlannedGroup],
     memories: Sequence[Any] = (),
     executor_of: Callable[[LookupModule], PlanExecutor] | None = None,
-    *,
-    ahead: bool,
 ) -> None:
-    """Plans the plan groups of one batch and puts them down in `made` one by one: an interrupt finds those that were.
-    `plan_alone`: plans a single forward · `memories`: of each group in turn, where to plan · `executor_of`: where plans
-    of several forwards are made, which is else here, on the stream that is current · `ahead`: see `Call.plan`."""
+    """Plans the plan groups of one batch ahead, and puts them down in `made` one by one: an interrupt finds those that
+    were. `plan_alone`: plans a single forward · `memories`: of each group in turn, where to plan · `executor_of`: where
+    plans of several forwards are made, which is else here, on the stream that is current."""
     ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
     for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
         its = list(islice(ages, len(lookups)))
         if len(lookups) > 1:
             executor, of_pools = None if executor_of is None else executor_of(group.modules[0]), group.starts
-            if _plan_as_one(
-                group, lookups, made, executor, [its[at] for at, _ in of_pools], ahead=ahead, memory=memory
-            ):
+            kind = AHEAD._replace(ages=tuple([its[at] for at, _ in of_pools]))
+            if _plan_as_one(group, lookups, made, executor, kind, memory):
                 continue
         for lookup, is_later in zip(lookups, its, strict=True):
-            planned = plan_alone(lookup, ages=is_later, memory=memory if len(lookups) == 1 else None)
+            kind = AHEAD._replace(ages=is_later, trains=lookup.trains)
+            planned = plan_alone(lookup, kind, memory if len(lookups) == 1 else None)
             made.append((lookup.module.planned, planned))
 
 
@@ -161,7 +160,7 @@ def plan_at_once(groups: Sequence[GroupLookups], made: list[PlannedGroup]) -> No
             ages.append(begins)
             if begins and pool.division is not None and pool.division.is_due_in(pool):
                 pool.division.divide()
-        if _plan_as_one(group, lookups, made, None, ages, ahead=False, memory=None):
+        if _plan_as_one(group, lookups, made, None, USE._replace(ages=tuple(ages)), None):
             forwards = made[-1][1].result()
             for _, tables in group.starts:
                 tables.pool.times.looked_up(tables, forwards)  # a step has begun with it
@@ -172,14 +171,12 @@ def _plan_as_one(
     lookups: Sequence[LookupSpec],
     made: list[PlannedGroup],
     executor: PlanExecutor | None,
-    ages: Sequence[bool],
-    *,
-    ahead: bool,
+    kind: PlanKind,
     memory: CallMemory | None,
 ) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
-    of them is wrong: each then finds out by itself. `ages`: of each pool whether it is of a later time than the plan
-    before."""
+    of them is wrong: each then finds out by itself. `kind`: how, but for whether a backward is expected, as the
+    lookups say."""
     from tieredemb.step.batch_form import BatchForm, may_join
     from tieredemb.step.engine import call_type
     from tieredemb.step.forwards import Forwards, context_of, known_context
@@ -213,13 +210,10 @@ def _plan_as_one(
         call = call_type(device.type)(context, form.size, form)
         forwards = Forwards(call, contexts)
         trains = lookups[0].trains and any(module.is_trainable for module in modules)  # some may be frozen by now
-        of_pools, may_exceed = tuple(ages), first.engine.may_exceed_bags
+        kind, may_exceed = kind._replace(trains=trains), first.engine.may_exceed_bags
 
         def plan() -> Forwards:
-            call.plan(
-                call.join(inputs), trains=trains, scored=True, ages=of_pools, ahead=ahead, may_exceed_bags=may_exceed,
-                memory=memory,
-            )  # fmt: skip
+            call.plan(call.join(inputs), kind, may_exceed_bags=may_exceed, memory=memory)
             return forwards
 
         if executor is not None and executor.apart:

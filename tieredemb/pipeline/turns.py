@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import Replays
 from tieredemb.cache.device.planner import LaterRows
@@ -170,10 +171,10 @@ class Turn(Generic[R]):
         if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
             executor.wait_to_plan()
 
-        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
-            return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
+        def plan_alone(lookup: LookupSpec, kind: PlanKind, memory: Any) -> Planned:
+            return lookup.module.plan_ahead(executor, *lookup.given, kind=kind, memory=memory)
 
-        plan_groups(self._groups.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
+        plan_groups(self._groups.of(wanted), plan_alone, self._planned, self.memories)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
@@ -42,13 +43,11 @@ class Alone(Ranks):
         executor: PlanExecutor,
         given: Given,
         make_batch: Callable[..., Batch],
-        *,
-        trains: bool,
-        ages: bool,
+        kind: PlanKind,
         memory: Any,
     ) -> Planned:
         engine, context = self._all.engine, self._all.context
-        return engine.plan_ahead(executor, given, make_batch, context, trains=trains, ages=ages, memory=memory)
+        return engine.plan_ahead(executor, given, make_batch, context, kind, memory)
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

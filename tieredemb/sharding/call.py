@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.asked import AskedPart
@@ -292,12 +293,12 @@ class ShardedCall(Shareable):
         by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
         return not flag & WEIGHTED and not self.context.lookups_change_rows
 
-    def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
+    def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
         """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
         cannot be planned now the forward plans, and finds out why."""
         for shard, request in zip(self.context.shards, self._requests, strict=True):
             with contextlib.suppress(TieredEmbError):
-                planned = shard.plan_ahead(executor, request, trains=trains, ages=ages)
+                planned = shard.plan_ahead(executor, request, kind)
                 self._planned.append((shard.engine.planned, planned))
         self._used()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tieredemb.cache.base import AHEAD, PlanKind
 from tieredemb.cache.stats import CacheStats
 from tieredemb.config import (
     Capacity,
@@ -272,13 +273,13 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self,
         executor: PlanExecutor,
         *inputs: torch.Tensor | Places,
-        trains: bool = True,
-        ages: bool = True,
+        kind: PlanKind = AHEAD,
         memory: Any = None,
     ) -> Planned:
         """See `LookupModule`. A collective, which the thread of the loop takes part in."""
-        trains = trains and not self._frozen
-        return self._ranks.plan_ahead(executor, inputs, self._batch, trains=trains, ages=ages, memory=memory)
+        if self._frozen:
+            kind = kind._replace(trains=False)
+        return self._ranks.plan_ahead(executor, inputs, self._batch, kind, memory)
 
     @property
     def is_trainable(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.bags import Most
 from tieredemb.sharding.call import ShardedCall
@@ -110,11 +111,11 @@ class LastingCall(ShardedCall):
     def _known(self) -> list[Lasting]:
         return [*cast("Sequence[Lasting]", self._bags), *cast("Sequence[Lasting]", self._requests)]
 
-    def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
+    def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
         """See `ShardedCall`; raises what planning does."""
         plans: Sequence[CallMemory | None] = self.memory.plans or [None] * len(self._requests)
         for shard, request, memory in zip(self.context.shards, self._requests, plans, strict=True):
-            planned = shard.plan_ahead(executor, request, trains=trains, ages=ages, memory=memory)
+            planned = shard.plan_ahead(executor, request, kind, memory)
             self._planned.append((shard.engine.planned, planned))
             self._plans.append(cast("DeviceCall", planned.result()))
         made = [plan.memory for plan in self._plans]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.sharding.shard import Held
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -48,9 +49,7 @@ class Ranks(abc.ABC):
         executor: PlanExecutor,
         given: Given,
         make_batch: Callable[..., Batch],
-        *,
-        trains: bool,
-        ages: bool,
+        kind: PlanKind,
         memory: Any,
     ) -> Planned:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch."""

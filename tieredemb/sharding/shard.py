@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.config import Normal, TableConfig
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
@@ -24,6 +25,9 @@ from tieredemb.storage.base import RowOpener
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
+
+if TYPE_CHECKING:
+    from tieredemb.step.call_memory import CallMemory
 
 
 def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableConfig, ...]:
@@ -113,10 +117,16 @@ class Shard(Held):
         ]
         return Request(asked, self._kinds, self._device)
 
-    def plan_ahead(self, executor: PlanExecutor, request: Request | PaddedRequest, **how: Any) -> Planned:
-        """Plans what `look_up` will be asked for, by `executor`; `how`: see `Engine.plan_ahead`."""
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        request: Request | PaddedRequest,
+        kind: PlanKind,
+        memory: CallMemory | None = None,
+    ) -> Planned:
+        """Plans what `look_up` will be asked for, by `executor`; see `Engine.plan_ahead`."""
         batch = request.batch
-        return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, **how)
+        return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, kind, memory)
 
     def begin(self, request: Request | PaddedRequest, **how: Any) -> Call:
         """The call of a batch of all ranks; `how`: see `Engine.begin`. May raise what a cache does."""

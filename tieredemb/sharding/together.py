@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
@@ -72,16 +73,14 @@ class Together(Ranks):
         executor: PlanExecutor,
         given: Given,
         make_batch: Callable[..., Batch],
-        *,
-        trains: bool,
-        ages: bool,
+        kind: PlanKind,
         memory: Any,
     ) -> Planned:
         """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
         forward raises on all of them."""
         made: Made[Any]
         try:
-            made = Made(self._planned_call(executor, given, make_batch, trains=trains, ages=ages, memory=memory))
+            made = Made(self._planned_call(executor, given, make_batch, kind, memory))
         except PeerError:
             raise
         except (TieredEmbError, torch.OutOfMemoryError) as error:
@@ -95,9 +94,7 @@ class Together(Ranks):
         executor: PlanExecutor,
         given: Given,
         make_batch: Callable[..., Batch],
-        *,
-        trains: bool,
-        ages: bool,
+        kind: PlanKind,
         memory: LastingMemory | None,
     ) -> ShardedCall:
         try:
@@ -112,7 +109,7 @@ class Together(Ranks):
         else:
             call = ShardedCall(self._context, batch, ahead=True)
         try:
-            call.plan_ahead(executor, trains=trains, ages=ages)
+            call.plan_ahead(executor, kind)
         except BaseException:
             call.release()
             raise

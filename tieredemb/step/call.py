@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.errors import BackwardError
 from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.lookup.options import LookupOptions
@@ -52,9 +53,6 @@ def inside_backward() -> bool:
 
 # calls, and the gradients of their outputs, float32 (B, ΣD); beside them uses of whole tables, and their terms
 Collected = list[tuple[Any, Any]]
-
-
-Ages = bool | tuple[bool, ...]  # in all groups, or in each
 
 
 class StackRows(NamedTuple):
@@ -174,18 +172,14 @@ class Call(Shareable):
     def plan(
         self,
         batch: Batch,
+        kind: PlanKind,
         *,
-        trains: bool,
-        scored: bool,
-        ages: Ages = True,
-        ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
-        """Checks the values of the batch, and plans it. `trains`: whether a backward is expected to update its rows ·
-        `scored`: whether it counts as a use of rows · `ages`: whether it is of a later time than the plan before it
-        (`Cache`), in all caches or in each · `ahead`: whether the forward has yet to come · `may_exceed_bags`: whether
-        ids beyond the last bag are left of longer batches, and no fault · `memory`: on a GPU, where to plan. Raises
+        """Checks the values of the batch, and plans it. `kind`: how; `ahead` where the forward has yet to come ·
+        `may_exceed_bags`: whether ids beyond the last bag are left of longer batches, and no fault · `memory`: on a
+        GPU, where to plan. Raises
         `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
 
     def complete(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import current_stream, on_device, side_by_side, synchronize
@@ -22,7 +23,7 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Ages, Call, CallContext, StackRows
+from tieredemb.step.call import NUMBERS, Call, CallContext, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forward
@@ -65,20 +66,18 @@ class DeviceCall(Call):
     def plan(
         self,
         batch: Batch,
+        kind: PlanKind,
         *,
-        trains: bool,
-        scored: bool,
-        ages: Ages = True,
-        ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
         # with the first one of several forwards: there may be none
-        self.ids, self.tells_later = batch.ids.shape[0], ahead or self.form is not None
+        self.ids, self.tells_later = batch.ids.shape[0], kind.ahead or self.form is not None
         self.rooms = self.counts()
         self.stack = batch.stack
-        recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
-        if recurs and plans_of(self.context).plan(self, batch, trains=trains, ages=ages, ahead=ahead):
+        # captured steps are planned in their own memory
+        recurs = memory is None and kind.scored and not may_exceed_bags
+        if recurs and plans_of(self.context).plan(self, batch, kind):
             return
         self.stack = batch.stack  # whatever a recording has come to
         tables = self.context.tables
@@ -88,16 +87,16 @@ class DeviceCall(Call):
                 f"{features} features × {max(self.batch, self.rows)} rows of output are more than {MAX_BAGS} bags; "
                 f"split the batch"
             )
-        if ahead and tables.config.check_ids == "always":
+        if kind.ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
         ids, edges = self.inputs(batch, may_exceed_bags=may_exceed_bags)
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
             fits = memory is not None and memory.fits(groups, self.ids_in(groups), self.batch, batch.places)
-            self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=trains)
+            self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=kind.trains)
             if self.memory.ids is not None:
                 ids = self.memory.ids.copy_(ids)
-            self.launch(groups, self.blocks_of(ids, edges), scored=scored, ages=ages, ahead=ahead)
+            self.launch(groups, self.blocks_of(ids, edges), kind)
 
     @staticmethod
     def inputs(batch: Batch, *, may_exceed_bags: bool = False) -> tuple[torch.Tensor, Edges]:
@@ -132,10 +131,7 @@ class DeviceCall(Call):
         self,
         groups: list[DeviceGroup],
         blocks: list[tuple[torch.Tensor, Edges]],
-        *,
-        scored: bool,
-        ages: Ages,
-        ahead: bool,
+        kind: PlanKind,
     ) -> None:
         """Plans ids (`blocks_of`) into the memory that the call has, on their device, which is the current one."""
         tables, given = self.context.tables, None
@@ -152,9 +148,10 @@ class DeviceCall(Call):
         if tables.config.check_ids == "always":
             _check_at_once(tables, device)
         try:
-            for group in groups if ahead else ():  # threads gather for one at a time
+            for group in groups if kind.ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
-            of_groups = [ages] * len(groups) if isinstance(ages, bool) else ages
+            ages = kind.ages
+            kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=its) for its in ages]
 
             def plan(g: int) -> None:
                 group, memory, (its, edges) = groups[g], self.memory, blocks[g]
@@ -165,7 +162,7 @@ class DeviceCall(Call):
                     group, memory.bags[g], self.context.options, memory.segments[g], memory.trained[g], memory.own_bag,
                     samples,
                 )  # fmt: skip
-                part.plan(its, scored=scored, ages=of_groups[g], given=given, ahead=ahead)
+                part.plan(its, kinds[g], given)
                 self.parts.append(part)
 
             side_by_side(device, [functools.partial(plan, g) for g in range(len(groups))])

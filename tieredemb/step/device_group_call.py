@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.plan import NO_OVERFLOW, Beside, OverflowRows
 from tieredemb.cache.tickets import TicketShare
 from tieredemb.config import Mode
@@ -93,9 +94,9 @@ class DeviceGroupCall:
         part.ticket = cast("DeviceTicket", TicketShare(self.ticket, homes=own.homes))
         return part
 
-    def plan(self, ids: torch.Tensor, *, scored: bool, ages: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
-        """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited for ·
-        `ahead`: whether the plan may wait for `complete`."""
+    def plan(self, ids: torch.Tensor, kind: PlanKind, given: torch.cuda.Event | None) -> None:
+        """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited
+        for."""
         group, bags, segments = self.group, self.bags, self._segments
         trained = None if self.trained is bags.homes else self.trained
         beside: Beside | None = None  # while rows are on their way
@@ -104,9 +105,8 @@ class DeviceGroupCall:
         elif trained is not None:
             beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
         self.ticket = group.cache.plan(
-            bags.keys, bags.homes, score=scored, ages=ages, client=group.device_client, given=given, beside=beside,
-            ahead=ahead,
-        )  # fmt: skip
+            bags.keys, bags.homes, kind, client=group.device_client, given=given, beside=beside
+        )
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         self._ids = None if trained is None else ids  # which may yet be read aside
 

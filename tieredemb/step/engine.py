@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
@@ -232,7 +233,7 @@ class Engine:
             division = self.tables.division
             if division is not None and ages and division.is_due_in(self.tables):
                 division.divide()
-            call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
+            call = self._call(batch, context, PlanKind(scored=not recomputed, ages=ages, trains=trains))
         if time is not None and not recomputed:
             time.looked_up(self.tables, call)
         call.within = within
@@ -247,29 +248,16 @@ class Engine:
         self,
         batch: Batch,
         context: CallContext,
-        *,
-        trains: bool,
-        recomputed: bool = False,
-        ages: bool = True,
-        ahead: bool = False,
+        kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Call:
-        """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
-        before, that leaves no trace in scores."""
+        """A call that is planned, on the tables' device; see `Call.plan`."""
         may_exceed = bool(self.ids_may_exceed_bags) and self.may_exceed_bags
         while True:
             place = self.tables.placed.now
             call = call_type(place.config.device.type)(context, batch.size)
             try:
-                call.plan(
-                    batch,
-                    trains=trains,
-                    scored=not recomputed,
-                    ages=ages,
-                    ahead=ahead,
-                    may_exceed_bags=may_exceed,
-                    memory=memory,
-                )
+                call.plan(batch, kind, may_exceed_bags=may_exceed, memory=memory)
                 return call
             except StorageError:
                 if self.tables.placed.now is place:
@@ -287,16 +275,14 @@ class Engine:
         given: Given,
         make_batch: Callable[..., Batch],
         context: CallContext,
-        *,
-        trains: bool,
-        ages: bool = True,
+        kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Planned:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
         `Call.plan` and `TieredModule.plan_ahead`."""
 
         def now() -> Call:
-            return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
+            return self._call(make_batch(*given), context, kind, memory)
 
         if executor.is_entered:
             planned = Planned([(self.tables, given)], executor.submit(now))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from tieredemb.cache.base import Cache
+from tieredemb.cache.base import Cache, PlanKind
 from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.locks import Locks
@@ -31,7 +31,7 @@ from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Ages, Call, CallContext, Collected, StackRows
+from tieredemb.step.call import Call, CallContext, Collected, StackRows
 from tieredemb.step.forwards import Forward, Forwards, by_call, take_one_step
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import Group, HostGroup
@@ -348,11 +348,8 @@ class HostCall(Call):
     def plan(
         self,
         batch: Batch,
+        kind: PlanKind,
         *,
-        trains: bool,
-        scored: bool,
-        ages: Ages = True,
-        ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
@@ -362,11 +359,12 @@ class HostCall(Call):
         for group, (ids, edges, _) in zip(groups, blocks, strict=True):  # every id is checked before any group plans
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=places))
         self.ids = len(batch.ids)
-        of_groups = [ages] * len(groups) if isinstance(ages, bool) else ages
+        ages = kind.ages
+        kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=its) for its in ages]
         try:
-            for group, its_bags, (_, _, client), is_later in zip(groups, bags, blocks, of_groups, strict=True):
+            for group, its_bags, (_, _, client), its_kind in zip(groups, bags, blocks, kinds, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=is_later, client=client)
+                ticket = group.cache.plan(its_bags.keys, its_kind, client=client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
+from tieredemb.cache.base import NO_USE
 from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.constants import SUM
 from tieredemb.kernels.parallel_cpu import Pass
@@ -98,7 +99,7 @@ def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparamete
     given = _given(group, some)
     if given is None:
         return None, no_rows()
-    ticket = group.cache.plan(given.keys, score=False, ages=False, client=group.client)
+    ticket = group.cache.plan(given.keys, NO_USE, client=group.client)
     hot, segments = group.cache.hot, _segments(ticket.homes, given.gradient.sample)
     rounding = rounding_of(group, hot.key, ahead=1)
     return ticket, update(hot, segments, given.gradient, given.space, numbers, group.kept, rounding)

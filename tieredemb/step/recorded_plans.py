@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
 from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
@@ -32,7 +33,7 @@ from tieredemb.tables.group import DeviceGroup
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
     from tieredemb.step.batch_form import BatchForm
-    from tieredemb.step.call import Ages, CallContext
+    from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_group_call import DeviceGroupCall
     from tieredemb.step.stack import Stack
@@ -66,7 +67,7 @@ class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
     `Recordable` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
     `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and not a plain one,
-    else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
+    else −1 · `kind`: see `Call.plan`."""
 
     layout: Hashable
     rooms: tuple[int, ...]
@@ -77,9 +78,7 @@ class Form(NamedTuple):
     exact: bool
     places: Places | None
     stacked: int
-    trains: bool
-    ages: Ages
-    ahead: bool
+    kind: PlanKind
 
 
 _numbers = itertools.count()
@@ -129,10 +128,7 @@ class Recordable(Protocol):
         self,
         groups: list[DeviceGroup],
         blocks: list[tuple[torch.Tensor, Edges]],
-        *,
-        scored: bool,
-        ages: Ages,
-        ahead: bool,
+        kind: PlanKind,
     ) -> None:
         """Launches its plan, into the memory that it has."""
 
@@ -212,7 +208,7 @@ class RecordedPlans:
         self._forms = Repeats()
         self._recorded.clear()
 
-    def plan(self, call: Recordable, batch: Batch, *, trains: bool, ages: Ages, ahead: bool) -> bool:
+    def plan(self, call: Recordable, batch: Batch, kind: PlanKind) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
         site = self._site
@@ -228,8 +224,7 @@ class RecordedPlans:
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
         form = Form(
-            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages,
-            ahead,
+            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, kind,
         )  # fmt: skip
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
@@ -252,7 +247,7 @@ class RecordedPlans:
                 group.cache.complete_last()
             with site.locks.again():
                 is_planned = self._plan_locked(call, site, form, batch)
-            if not is_planned or form.ahead or call.complete():
+            if not is_planned or form.kind.ahead or call.complete():
                 return is_planned
         call.give_up_plan()
         return False
@@ -316,10 +311,10 @@ class Recorded:
         self._ids_in = call.ids_in(groups)
         self._output = call.output_shapes(), call.context.tables.config.output_dtype, site.device
         pools = site.pools and form.stacked < 0 and min(map(min, self._output[0])) > 0
-        later = form.ahead or site.waits
-        self._ahead, self._pools, self._pools_later = form.ahead, pools and not later, pools and later
+        later = form.kind.ahead or site.waits
+        self._ahead, self._pools, self._pools_later = form.kind.ahead, pools and not later, pools and later
         with no_inference(), groups[0].cache.memory():
-            self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
+            self._memory: CallMemory = call.allocate(groups, form.places, trains=form.kind.trains)
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
             copies = self._memory.ids
             self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.rooms])
@@ -374,7 +369,7 @@ class Recorded:
                 for group, plan, n in zip(self._groups, following, self._ids_in, strict=True)
             ]
             inside.enter_context(self._graph.recorded(changing))
-            call.launch(self._groups, given, scored=True, ages=form.ages, ahead=form.ahead)
+            call.launch(self._groups, given, form.kind)
             if outs is not None:
                 call.look_up(outs, None, keep_argmax=False, keep_rows=False)
             for part in call.parts:
@@ -438,7 +433,7 @@ class Recorded:
         """Behind a replay: has rows brought that pass through the host."""
         for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
             if transfer is not None:
-                group.cache.begun(part.ticket, transfer, ahead=self._ahead)
+                group.cache.begun(part.ticket, transfer)
 
     def look_up(self, call: Recordable) -> list[torch.Tensor] | None:
         """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None

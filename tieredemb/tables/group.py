@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.cache.base import Cache
+from tieredemb.cache.base import NO_USE, Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.stats import CacheStats
@@ -440,7 +440,7 @@ class HostGroup(Group):
     def fetch(self, keys: Array) -> None:
         for start in range(0, min(len(keys), self._room), FETCHED_ROWS):
             some = keys[start : min(start + FETCHED_ROWS, self._room)]
-            self.cache.plan(some, score=False, ages=False).release()
+            self.cache.plan(some, NO_USE).release()
 
     @property
     def shared_history(self) -> History | None:
@@ -602,7 +602,7 @@ class DeviceGroup(Group):
         with on_device(self.config.device):
             for some in torch.split(keys[: self._room], FETCHED_ROWS):
                 homes = torch.full_like(some, -1, dtype=torch.int32)
-                ticket = self.cache.plan(some, homes, score=False, ages=False, client=self.device_client)
+                ticket = self.cache.plan(some, homes, NO_USE, client=self.device_client)
                 ticket.kept = (some, homes)
                 ticket.release()
 
@@ -635,7 +635,7 @@ class DeviceGroup(Group):
                 keys, homes = torch.full_like(ids, -1), (ids + first).to(torch.int32)
             else:
                 keys, homes = ids + int(self.space.start[position]), torch.full_like(ids, -1, dtype=torch.int32)
-            ticket = self.cache.plan(keys, homes, score=False, ages=False, client=self.device_client)
+            ticket = self.cache.plan(keys, homes, NO_USE, client=self.device_client)
             ticket.kept = (keys, homes)
             try:
                 with self.cache.using(ticket):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredemb.cache.base import Cache
+from tieredemb.cache.base import USE, Cache, PlanKind
 from tieredemb.cache.changes import Part
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
@@ -128,26 +128,22 @@ class DeviceCache(Cache):
         self,
         keys: torch.Tensor,
         homes: torch.Tensor,
+        kind: PlanKind = USE,
         *,
-        score: bool = True,
-        ages: bool = True,
         client: PlanOf = None,
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
-        ahead: bool = False,
     ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
-        With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: where several
-        share the cache, whose batch it is: a number, or those of all whose ids it has (int32 (K,), on the device, to
-        outlast the plan and its replays). `given`: comes once `keys` and `homes` are there, if that is yet to be waited
-        for. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and may run
-        beside the movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a
-        staged tier need not wait: its transfer is finished by `complete`, or by the next call that would find it
-        pending. A failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
+        `kind`: how; one that is made ahead over a staged tier need not wait: its transfer is finished by `complete`, or
+        by the next call that would find it pending. `client`: where several share the cache, whose batch it is: a
+        number, or those of all whose ids it has (int32 (K,), on the device, to outlast the plan and its replays).
+        `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside` launches, on the
+        stream that is current when it is called, what needs complete `homes` and may run beside the movement of rows. A
+        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
         later leaves the ticket `failed`. Raises `InvalidInputError`
         for more ids than a plan can number.
         """
@@ -169,10 +165,7 @@ class DeviceCache(Cache):
                     self._planner.check_size(keys.shape[0], begun)
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
-                return self._planner.plan(
-                    begun, keys, homes, scored=score, ages=ages, client=client, given=given, beside=beside,
-                    ahead=ahead,
-                )  # fmt: skip
+                return self._planner.plan(begun, keys, homes, kind, client=client, given=given, beside=beside)
             finally:
                 with self.lock:
                     self._ledger.over()
@@ -295,9 +288,9 @@ class DeviceCache(Cache):
         ticket.kept = ()  # it counts where it was planned first
         return ticket
 
-    def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer, *, ahead: bool) -> None:
+    def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer) -> None:
         """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
-        pending = transfer.begun(ahead=ahead)
+        pending = transfer.begun()
         if pending is not None:
             self._planner.leave_pending(ticket, pending)
         self._order.after_plan()

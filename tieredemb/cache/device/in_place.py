@@ -51,7 +51,7 @@ class InPlace(Transfer):
     def make_room(self, rows: int) -> None:
         self._plan.records.reserve(rows)
 
-    def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> PendingTransfer:
         with self.changing(plan):
             self.place(plan, plan.lag)
             if plan.beside:
@@ -77,7 +77,7 @@ class InPlace(Transfer):
             plan.beside()
 
     def _bring(self, plan: BatchPlan) -> None:
-        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.scored, in_place=True)
+        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True)
         self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.slotless))
 
     # --- rows left for later ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
@@ -179,14 +180,14 @@ class Missed:
 
 class BatchPlan(NamedTuple):
     """A batch whose rows were found, before those that it misses are brought in. `homes`: int32 (N,), to be completed ·
-    `missed`: what it misses · `slotless`: whether rows may be left without a slot · `scored`: whether this use raises
-    scores · `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many
-    batches before it lock their rows."""
+    `missed`: what it misses · `slotless`: whether rows may be left without a slot · `kind`: how it is planned ·
+    `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many batches
+    before it lock their rows."""
 
     homes: torch.Tensor
     missed: Missed
     slotless: bool
-    scored: bool
+    kind: PlanKind
     beside: Beside | None
     lag: int = 0
 
@@ -296,25 +297,23 @@ class DevicePlan:
             return client, len(client)
         return self._numbers.data_ptr() + client * self._numbers.itemsize, 1
 
-    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool, client: PlanOf) -> None:
+    def count(self, homes: torch.Tensor, kind: PlanKind, *, client: PlanOf) -> None:
         """A plan where every row is resident; see `begin`."""
         count = kernel(PLAN, "homes_count", *OPTIONS, *self.flags)
         n = homes.shape[0]
         count(
-            max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored, ages,
-            *self._planned(client),
+            max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, kind.scored,
+            kind.ages, *self._planned(client),
         )  # fmt: skip
 
-    def begin(
-        self, missed: Missed, *, lag: int, scored: bool, ages: bool, client: PlanOf, overflow: OverflowRows
-    ) -> None:
+    def begin(self, missed: Missed, kind: PlanKind, *, lag: int, client: PlanOf, overflow: OverflowRows) -> None:
         """Counts the batch, which is of the next time where it `ages` scores, and locks the slots of the `lag` ones
         before it; makes room for what it will miss. `client`: whose it is, where there are any."""
         scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin", *OPTIONS, *self.flags)
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
-            scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cleared, self.selection,
+            scoring.units_per_batch, lag, kind.scored, kind.ages, missed.claims, missed.cleared, self.selection,
             self._selection_units, records.whole, *self._planned(client),
         )  # fmt: skip
         if overflow.slotless:

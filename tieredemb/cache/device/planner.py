@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
@@ -113,13 +114,11 @@ class Planner:
         begun: Begun,
         keys: torch.Tensor,
         homes: torch.Tensor,
+        kind: PlanKind,
         *,
-        scored: bool,
-        ages: bool,
         client: PlanOf,
         given: torch.cuda.Event | None,
         beside: Beside | None,
-        ahead: bool,
     ) -> DeviceTicket:
         """Plans the batch that the ledger has begun; see `DeviceCache.plan`."""
         n = keys.shape[0]
@@ -128,7 +127,7 @@ class Planner:
                 given.wait(current_stream())
             self.ledger.count(begun)
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
-            self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
+            self._count(ticket, kind, client=client, beside=beside)
             return ticket
         slotless = self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
         if slotless:
@@ -138,15 +137,15 @@ class Planner:
         self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(slotless)
-        plan = BatchPlan(homes, missed, slotless, scored, beside, lag)
+        plan = BatchPlan(homes, missed, slotless, kind, beside, lag)
         later = None if self.later is None else self.transfer.later(plan)
         if later is not None:  # on the books before anything changes hands; what never comes to that moves nothing
             ticket = self.ticket(begun.number, homes, overflow)
             self.leave(ticket, later)
-        self.launches.begin(missed, lag=lag, scored=scored, ages=ages, client=client, overflow=overflow)
+        self.launches.begin(missed, kind, lag=lag, client=client, overflow=overflow)
         if given is not None:
             given.wait(current_stream())
-        self.launches.find(keys, homes, missed, scored=scored, overflow=overflow, may_arrive=later is not None)
+        self.launches.find(keys, homes, missed, scored=kind.scored, overflow=overflow, may_arrive=later is not None)
         if later is not None:
             if not later.places_later:
                 later.place(lag)
@@ -156,8 +155,8 @@ class Planner:
             self.recording.start(plan)
             return self.ticket(begun.number, homes, overflow)
         with marked("swap"):
-            pending = self.transfer.start(plan, ahead=ahead)
-            if not ahead:
+            pending = self.transfer.start(plan)
+            if not kind.ahead:
                 pending.finish()
         ticket = self.ticket(begun.number, homes, overflow)
         if not pending.is_finished:
@@ -277,11 +276,11 @@ class Planner:
                 ticket.ready.record(current_stream())  # other threads see that it is complete
             self.order.touched()
 
-    def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, client: PlanOf, beside: Beside | None) -> None:
+    def _count(self, ticket: DeviceTicket, kind: PlanKind, *, client: PlanOf, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
 
         def run() -> None:
-            self.launches.count(ticket.homes, scored=scored, ages=ages, client=client)
+            self.launches.count(ticket.homes, kind, client=client)
             if beside:
                 beside()
 

@@ -101,10 +101,10 @@ class Staged(Transfer):
         self._plan.records.free(gone)
         self._slotless -= len(gone)
 
-    def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> PendingTransfer:
         expected = self.expect(self._reports, plan.missed.n)
         self.launch_start(plan, expected, expected.report.number, self.leaving_room)
-        return self.begun(plan, expected, ahead=ahead)
+        return self.begun(plan, expected)
 
     @property
     def leaving_room(self) -> RowRoom:
@@ -130,15 +130,13 @@ class Staged(Transfer):
         )  # fmt: skip
         self._send(missed, room)
 
-    def begun(
-        self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None, *, ahead: bool
-    ) -> StagedTransfer:
-        """Behind `launch_start`: the transfer, whose rows are gathered as soon as they are reported, if it is made
-        `ahead`. `graph`: of what `launch_finish` launches."""
+    def begun(self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None) -> StagedTransfer:
+        """Behind `launch_start`: the transfer. Of a plan that is made ahead rows are gathered as soon as they are
+        reported. `graph`: of what `launch_finish` launches."""
         expected.report.event.record(current_stream())
-        self._gathers = ahead
+        self._gathers = plan.kind.ahead
         pending = StagedTransfer(self, plan, expected, graph)
-        if ahead:
+        if plan.kind.ahead:
             pending.room = rows = self._free_rows(0)
             pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
         return pending
@@ -187,7 +185,7 @@ class Staged(Transfer):
         in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.slotless)
         self._plan.settle(plan.homes, missed, overflow, commit=True)
-        self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.scored, in_place=False)
+        self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
             self._weight[records] = weight[count - new :].to(self._device, non_blocking=True)

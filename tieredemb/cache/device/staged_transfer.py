@@ -34,9 +34,7 @@ class Staged(Protocol):
     def leaving_room(self) -> Sequence[int]:
         """Where rows that leave are put, as addresses."""
 
-    def begun(
-        self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None, *, ahead: bool
-    ) -> StagedTransfer:
+    def begun(self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None) -> StagedTransfer:
         """A transfer whose first half was replayed."""
 
     def finish(self, pending: StagedTransfer) -> None:
@@ -104,10 +102,10 @@ class RecordedStaged(RecordedTransfer):
         self._expected = self._staged.expect(self._reports, self._plan.missed.n)
         return [self._expected.report.number, *self._staged.leaving_room]
 
-    def begun(self, *, ahead: bool) -> PendingTransfer | None:
+    def begun(self) -> PendingTransfer | None:
         if self._plan is None:
             return None
-        return self._staged.begun(self._plan, self._expected, self._finish, ahead=ahead)
+        return self._staged.begun(self._plan, self._expected, self._finish)
 
     def size_bytes(self) -> int:
         kept = 0 if self._plan is None else self._plan.missed.size_bytes

@@ -76,8 +76,8 @@ class RecordedTransfer(abc.ABC):
         """The plan is about to be replayed: what `changing` is this time."""
 
     @abc.abstractmethod
-    def begun(self, *, ahead: bool) -> PendingTransfer | None:
-        """Behind the replay: the transfer, if rows may have to come. `ahead`: see `Transfer.start`."""
+    def begun(self) -> PendingTransfer | None:
+        """Behind the replay: the transfer, if rows may have to come."""
 
     @abc.abstractmethod
     def size_bytes(self) -> int:
@@ -107,9 +107,10 @@ class Transfer(abc.ABC):
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
     @abc.abstractmethod
-    def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> PendingTransfer:
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
-        published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
+        published, homes resolved, rows moved and scored. Of a plan that is made ahead other work comes before
+        `finish`."""
 
     def may_record(self) -> bool:
         """Whether the plan that comes next may be recorded or replayed. Changes nothing: whoever asks may plan nothing

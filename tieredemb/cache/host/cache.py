@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredemb.cache.base import NO_WORDS, Cache
+from tieredemb.cache.base import NO_WORDS, USE, Cache, PlanKind
 from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
@@ -109,14 +109,11 @@ class HostCache(Cache):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     @ranged("plan")
-    def plan(
-        self, keys: Array, *, score: bool = True, ages: bool = True, client: int | Planners | None = None
-    ) -> Ticket:
+    def plan(self, keys: Array, kind: PlanKind = USE, *, client: int | Planners | None = None) -> Ticket:
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
-        With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
-        where several share the cache: one's, or that of several. A failing storage raises its error and changes no row;
+        `kind`: how; here all batches are planned as if their rows were used next · `client`: whose plan it is, where
+        several share the cache: one's, or that of several. A failing storage raises its error and changes no row;
         the cache stays usable. Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
@@ -126,7 +123,7 @@ class HostCache(Cache):
                 planners = Planners(() if planners is None else (planners,), np.array([0, len(keys)]))
             if not cold.volatile:
                 cold.begin_changes()
-            is_later = ages or cold.metadata.batch == 0
+            is_later = kind.ages is True or cold.metadata.batch == 0
             cold.metadata.batch += is_later
             self._last = batch = self._last + 1
             self._clients.planner = None  # of a plan that was interrupted
@@ -137,7 +134,7 @@ class HostCache(Cache):
             unique_slots = numbering.unique_slots
             if len(numbering.missed):
                 self._bring(numbering, planners, batch)
-            if score:
+            if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 self._counts["batches"] += is_later
                 for name, value in zip(COUNTED, numbering.counted.sum(0).tolist(), strict=False):
