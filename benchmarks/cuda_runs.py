@@ -139,8 +139,8 @@ class _Turns:
     @property
     def pace(self) -> str | None:
         """How batches were planned in the end, where prefetch has a choice."""
-        pace = None if self._ahead is None else self._ahead.pace
-        return None if pace is None else "ahead" if pace.ahead else "when a step begins"
+        autotuner = None if self._ahead is None else self._ahead.autotuner
+        return None if autotuner is None else "ahead" if autotuner.ahead else "when a step begins"
 
 
 def run_in_turns(

@@ -261,7 +261,7 @@ def _nowhere() -> OverflowRows:
     """Where the rows without a slot are: there are none."""
     from tieredemb.cache.device.plan import OverflowRows
 
-    return OverflowRows(slotless=False, weight=0, state=0, records=None)
+    return OverflowRows(uncached=False, weight=0, state=0, records=None)
 
 
 def _device_bags(homes: Tensor, offsets: Tensor, rows: int, *, whole: bool = True) -> DeviceBags:

@@ -270,10 +270,10 @@ def test_waiting_for_a_report_ends_with_it_or_with_the_error_of_the_gpu():
     comes.start()
     report.miss_report.wait()
     assert report.came.is_set()
-    assert report.miss_report.has_come
+    assert report.miss_report.is_there
     failed = Report(torch.arange(3))
     failed.query = raises
-    assert not failed.miss_report.has_come
+    assert not failed.miss_report.is_there
     with pytest.raises(RuntimeError, match="illegal memory access"):
         failed.miss_report.wait()
 

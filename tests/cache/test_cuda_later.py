@@ -11,7 +11,7 @@ from devices import equal, require_gpu
 
 import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.planner import LaterRows
+from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.config import Uniform
 from tieredemb.kernels.constants import ARRIVING, ARRIVING_USED
 from tieredemb.kernels.streams import current_stream
@@ -36,7 +36,7 @@ class Run:
         table = InitialTable(start=0, number=0, init=Uniform(low=0.0, high=1.0), padding_idx=None)
         initial = InitialRows([table], seed=0, state_value=0.0, device=device)
         self.cache = DeviceCache(cold, slots=slots, policy=policy, initial=initial, device=device)
-        self.device, self.later, self.last = device, [LaterRows(current_stream()) for _ in range(2)], None
+        self.device, self.later, self.last = device, [DeferredRows(current_stream()) for _ in range(2)], None
 
     def plan(self, number, keys, way):
         """`way`: when the rows of the batch before come."""
@@ -47,7 +47,7 @@ class Run:
             self.cache.publish_last()
             held, planner.unfinished = planner.unfinished, []
         homes = torch.full((IDS,), -1, dtype=torch.int32, device=self.device)
-        with contextlib.nullcontext() if way == AT_ONCE else self.cache.rows_later(self.later[number % 2]):
+        with contextlib.nullcontext() if way == AT_ONCE else self.cache.defer_rows(self.later[number % 2]):
             ticket = self.cache.plan(keys.to(self.device), homes)
         if held:
             behind, planner.unfinished = planner.unfinished, held

@@ -43,11 +43,11 @@ class Plans:
         self.plan = DevicePlan(self.rows, scoring(LFU()), device, first)
         self.numbers = torch.arange(clients, dtype=torch.int32, device=device)
         self.plan.restart(BEGUN)
-        self.slotless = (lag + 1) * n > slots
-        if self.slotless:
+        self.uncached = (lag + 1) * n > slots
+        if self.uncached:
             self.plan.records.reserve(min((lag + 1) * n, layout.rows))
         self.state = torch.zeros(layout.rows, 2, dtype=torch.int32, device=device)  # of rows without a slot
-        self.overflow = OverflowRows(self.slotless, 0, self.state.data_ptr(), self.plan.records.table)
+        self.overflow = OverflowRows(self.uncached, 0, self.state.data_ptr(), self.plan.records.table)
         self._find = Kernel("hash/slot_map.cu", "slot_map_find")
 
     def find(self, keys):
@@ -76,13 +76,13 @@ class Plans:
         return torch.tensor([[*self.plan.totals(client).values()] for client in range(len(self.numbers))])
 
     def counts(self):
-        """missed, needed, used, tombstones, slotless, room, record"""
+        """missed, needed, used, tombstones, uncached, room, record"""
         return self.plan.control[places().counts : places().totals].view(torch.int32)[:7].tolist()
 
     def seen(self):
         """What a plan has ended in, but for which missed key got which slot or record: that may differ."""
-        rows, missed, _, used, _, slotless, room, _ = self.rows, *self.counts()
-        with_slots = missed - slotless
+        rows, missed, _, used, _, uncached, room, _ = self.rows, *self.counts()
+        with_slots = missed - uncached
         selection = places().selection
         chosen = int(self.plan.control[selection : selection + 4].view(torch.int32))
         slots, records = self.missed.view("slots", missed), self.plan.records.table[: self.plan.records.rows, 0]
@@ -128,7 +128,7 @@ class Plans:
 )
 def test_a_plan_that_ends_in_one_launch_is_the_one_that_ends_in_two(slots, n, lag, clients):
     plans = Plans(slots, n, lag, clients)
-    rebuilt = evicted = slotless = 0
+    rebuilt = evicted = uncached = 0
     for batch in range(14):
         again = batch % 4 == 3  # nothing is missed: the rows are in slots, or under records
         if not again:
@@ -147,10 +147,10 @@ def test_a_plan_that_ends_in_one_launch_is_the_one_that_ends_in_two(slots, n, la
             assert plans.of_clients().sum(0)[1:].tolist() == [*plans.plan.totals().values()][1:]  # all but the batches
         missed, _, _, tombstones, without, room, _ = plans.counts()
         if again:
-            assert missed == 0 or (plans.slotless and lag == 0)
+            assert missed == 0 or (plans.uncached and lag == 0)
         victims = missed - without - room
-        evicted, slotless, rebuilt = evicted + victims, slotless + without, rebuilt + (victims > tombstones == 0)
+        evicted, uncached, rebuilt = evicted + victims, uncached + without, rebuilt + (victims > tombstones == 0)
         plans.rank(by_age=batch % 3 == 1)
     assert evicted
     assert rebuilt
-    assert bool(slotless) == plans.slotless
+    assert bool(uncached) == plans.uncached

@@ -55,7 +55,7 @@ def whole_table(cache, rows=ROWS):
 def check_consistent(cache):
     """One home: map, slot keys and free slots agree, at the latest when the next call begins."""
     with cache.whole():
-        cache._settle()
+        cache._recover()
     hot = cache.hot
     slots = np.flatnonzero(hot.key >= 0)
     assert len(set(hot.key[slots].tolist())) == len(slots)
@@ -525,8 +525,8 @@ def test_batches_released_after_a_ticket_in_flight_count_as_locked():
     """Their rows are: the lock asks whether a row's last batch is older than the oldest ticket."""
     book = TicketBook()
     flights = [Empty(batch, book) for batch in range(1, 6)]
-    for flight, slotless in zip(flights, (False, False, True, False, False), strict=True):
-        book.open(flight, ids=10 * flight.batch, slotless=slotless)
+    for flight, uncached in zip(flights, (False, False, True, False, False), strict=True):
+        book.open(flight, ids=10 * flight.batch, uncached=uncached)
     flights[0].release()
     for flight in flights[2:]:
         flight.release()

@@ -32,9 +32,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.restarts(start)
 
     def locked(self, oldest):
-        """Ids, and whether slotless, of the batches from `oldest` on."""
+        """Ids, and whether uncached, of the batches from `oldest` on."""
         found = [what for number, what in self.batches.items() if number >= oldest]
-        return sum(ids for ids, _ in found), any(slotless for _, slotless in found)
+        return sum(ids for ids, _ in found), any(uncached for _, uncached in found)
 
     def oldest(self, batch):
         kept = [*self.flights, *(oldest for _, oldest in self.holds)]
@@ -55,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
         begun = self.ledger.begin(captured=captured)
         assert begun.number == self.last + 1
         assert begun.oldest == self.oldest(begun.number)
-        assert (begun.locked, begun.slotless) == self.locked(begun.oldest)
+        assert (begun.locked, begun.uncached) == self.locked(begun.oldest)
         assert begun.lag == begun.number - begun.oldest
         return begun
 
@@ -65,18 +65,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if not begun.captured:
             self.eager = begun.number
 
-    def opens(self, begun, ids, slotless):
+    def opens(self, begun, ids, uncached):
         flight = PlainFlight(begun.number, self.book)
-        self.ledger.open(flight, ids, slotless)
-        self.flights[begun.number], self.batches[begun.number] = flight, (ids, slotless)
+        self.ledger.open(flight, ids, uncached)
+        self.flights[begun.number], self.batches[begun.number] = flight, (ids, uncached)
 
-    @rule(ids=st.integers(1, 9), slotless=st.booleans(), fails=st.sampled_from(["", "", "", "early", "late"]))
-    def plan(self, ids, slotless, fails):
+    @rule(ids=st.integers(1, 9), uncached=st.booleans(), fails=st.sampled_from(["", "", "", "early", "late"]))
+    def plan(self, ids, uncached, fails):
         begun = self.plans()
         if fails != "early":
             self.counts(begun)
         if not fails:  # without a ticket it locks nothing
-            self.opens(begun, ids, slotless)
+            self.opens(begun, ids, uncached)
         self.ledger.over()
 
     @precondition(lambda self: self.flights)
@@ -101,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if amid:
             if amid == "begun":
                 self.counts(begun)
-            self.opens(begun, 1, slotless=False)
+            self.opens(begun, 1, uncached=False)
             self.ledger.over()
 
     @precondition(lambda self: self.holds)
@@ -127,13 +127,13 @@ class LedgerMachine(RuleBasedStateMachine):
         others = any(batch <= self.eager for batch in self.flights if batch not in ended)
         first, reach = self.last, self.reach(ended)
         replays = self.ledger.begin_capture(ended)
-        for ids, slotless in plans:
+        for ids, uncached in plans:
             begun = self.plans(captured=True)
             with pytest.raises(StorageError, match="from before is in flight") if others else contextlib.nullcontext():
                 self.ledger.check_recurring()
             if not others:
                 self.counts(begun)
-                self.opens(begun, ids, slotless)
+                self.opens(begun, ids, uncached)
             self.ledger.over()
         for batch in () if fails else ended:
             self.flights.pop(batch).release()
@@ -154,7 +154,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.check_recurring()
         if not others:
             self.counts(begun)
-            self.opens(begun, ids, slotless=False)
+            self.opens(begun, ids, uncached=False)
             self.flights.pop(begun.number).release()
         self.ledger.over()
 

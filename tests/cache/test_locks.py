@@ -92,7 +92,7 @@ def test_other_threads_wait_for_what_is_locked_and_the_own_does_not():
     for locks, waits_to_plan, waits_for_rows in (
         (table.tables.locked(), True, True),
         (table.tables.planning(), True, False),
-        (table.tables.placed.now.rows.again(), False, True),
+        (table.tables.placed.now.rows.held(), False, True),
     ):
         with locks, locks, table.tables.locked():
             pass  # whoever holds them may take them again

@@ -10,10 +10,10 @@ import torch
 
 from tieredemb.cache.device import planner as planner_file
 from tieredemb.cache.device.planner import Planner
-from tieredemb.cache.device.transfer import LaterTransfer
+from tieredemb.cache.device.transfer import DeferredTransfer
 
 
-class Later(LaterTransfer):
+class Later(DeferredTransfer):
     """Notes in `done` what is asked of it, by its `name`; `fails` once with that in `finish`."""
 
     def __init__(self, name, done, fails=None):
@@ -21,7 +21,7 @@ class Later(LaterTransfer):
         self._missed = SimpleNamespace(have_moved=lambda: done.append(f"{name} forgotten"))
 
     missed = property(lambda self: self._missed)
-    places_later = property(lambda self: False)
+    defers_places = property(lambda self: False)
 
     def finish(self):
         fails, self.fails = self.fails, None
@@ -29,7 +29,7 @@ class Later(LaterTransfer):
             raise fails
         self.done.append(self.name)
 
-    def again(self):
+    def rebind(self):
         return Later(f"{self.name} again", self.done)
 
 
@@ -43,7 +43,7 @@ class Books:
         self.done, self.tickets = [], {}
 
     def leave(self, name, **keywords):
-        ticket = SimpleNamespace(batch=len(self.tickets), is_complete=True, failed=False, later=None, ready=None)
+        ticket = SimpleNamespace(batch=len(self.tickets), is_complete=True, failed=False, deferred=None, ready=None)
         self.tickets[name] = ticket
         self.planner.leave(ticket, Later(name, self.done, **keywords))
         assert not ticket.is_complete
@@ -60,7 +60,7 @@ def test_what_was_left_comes_in_its_order():
     assert all(ticket.is_complete and not ticket.failed for ticket in tickets)
 
 
-def test_rows_come_whatever_is_in_doubt():
+def test_rows_come_whatever_is_suspect():
     """Their slots have other keys already, and what is there is to go where it belongs."""
     books = Books()
     ticket = books.leave("rows")
@@ -104,7 +104,7 @@ def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(mo
 def test_what_a_replay_has_brought_is_pending_no_more():
     books = Books()
     came, left = books.leave("came"), books.leave("left")
-    books.planner.have_come([came])
+    books.planner.rows_arrived([came])
     assert came.is_complete
     assert not left.is_complete
     books.planner.finish_last(usable=True)
@@ -123,7 +123,7 @@ def test_nothing_is_to_come_to_slots_that_were_emptied():
 
 
 def test_a_batch_is_planned_to_where_the_one_before_was():
-    rows = planner_file.LaterRows(behind=None)
+    rows = planner_file.DeferredRows(behind=None)
 
     class Memory:
         entered = 0

@@ -109,7 +109,7 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
     assert read_for(file, row_flags(file, dtype, width))[0] == ""
 
 
-BATCHES = [(("-DUNALIGNED",),), (("-DSLOTLESS", "-DHAS_MAX"),), (("-DSHARED", "-DHAS_MAX"),), (("-DAPART",),)]
+BATCHES = [(("-DUNALIGNED",),), (("-DUNCACHED", "-DHAS_MAX"),), (("-DSHARED", "-DHAS_MAX"),), (("-DAPART",),)]
 LOOKUPS = ("cache/plan.cu", "lookup/embedding_bag.cu", "sharding/occurrences.cu")
 
 
@@ -120,7 +120,7 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert read_for(file, (*row_flags(file, torch.bfloat16, 12), *flags))[0] == ""
 
 
-AWAY = ("-DSLOTLESS", "-DAPART")
+AWAY = ("-DUNCACHED", "-DAPART")
 
 
 # each format with either, and either in vectors and without: all of them take these compilers minutes
@@ -134,7 +134,7 @@ def test_update_compiles_with_stochastic_rounding(file, dtype, width, more):
     assert read_for(file, (*row_flags(file, dtype, width), "-DSTOCHASTIC", *more))[0] == ""
 
 
-@pytest.mark.parametrize("flags", [("-DCLIENTS",), ("-DSLOTLESS", "-DCLIENTS")])
+@pytest.mark.parametrize("flags", [("-DCLIENTS",), ("-DUNCACHED", "-DCLIENTS")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", ["cache/plan.cu", "cache/device/transfer.cu"])
 def test_kernel_compiles_with_what_clients_ask_for(file, architecture, flags):

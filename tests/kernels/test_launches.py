@@ -20,7 +20,7 @@ import torch
 
 import tieredemb as te
 from tieredemb.cache.base import PlanKind
-from tieredemb.cache.changes import ChangeBook, Doubts
+from tieredemb.cache.changes import IntentLog, Suspects
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
@@ -239,11 +239,11 @@ def hot_rows(rows=7, width=8, state=16, dtype=torch.float32):
     )
 
 
-NOWHERE = SimpleNamespace(weight=0, state=0, records=None, flags=(), slotless=False, by_key=False)
+NOWHERE = SimpleNamespace(weight=0, state=0, records=None, flags=(), uncached=False, by_key=False)
 COLD = torch.zeros(4, 8)
 ELSEWHERE = SimpleNamespace(
-    weight=COLD.data_ptr(), state=COLD.data_ptr(), records=torch.zeros(9, 2, dtype=torch.int64), flags=("-DSLOTLESS",),
-    slotless=True, by_key=True,
+    weight=COLD.data_ptr(), state=COLD.data_ptr(), records=torch.zeros(9, 2, dtype=torch.int64), flags=("-DUNCACHED",),
+    uncached=True, by_key=True,
 )  # fmt: skip
 
 
@@ -476,7 +476,7 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.settle(homes, missed, overflow, commit=commit)
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
-    assert index.isdisjoint(launched) != overflow.slotless
+    assert index.isdisjoint(launched) != overflow.uncached
 
 
 def test_rows_are_moved_in_place_by_launches_that_fit(launched):
@@ -488,7 +488,7 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     words = {"ids": initial._ids, "seed": np.array([1, 0], np.uint32), "state_word": np.uint32(0)}
     initial._device = DeviceInitialRows(initial.tables, **words, device=CPU)
     moves = RowMoves(layout, hot, plan, initial)
-    transfer = InPlace(cold, hot, plan, moves, side=None, changes=ChangeBook(Doubts()))
+    transfer = InPlace(cold, hot, plan, moves, side=None, changes=IntentLog(Suspects()))
     homes, missed = torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     launched.clear()
     for ahead in (False, True):  # nothing is left to be done later
@@ -505,7 +505,7 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     ranges = KeyRanges(cold, hot, moves)
     for _ in range(2):  # what was never written is looked for once
         homes, overflow = ranges.find(10, 25)
-        assert (homes.shape, homes.dtype, overflow.slotless, overflow.by_key) == ((25,), torch.int32, True, True)
+        assert (homes.shape, homes.dtype, overflow.uncached, overflow.by_key) == ((25,), torch.int32, True, True)
     ranges.restart()
     ranges.find(10, 25)
     first = ["range_find", "rows_generate", "range_begin"]

@@ -255,21 +255,21 @@ def test_pooled_lookup_equals_torch(width, dtype):
     assert torch.equal(picked, out[filled, 2 * width :])
 
 
-@pytest.mark.parametrize("slotless", [False, True])
+@pytest.mark.parametrize("uncached", [False, True])
 @pytest.mark.parametrize("each", [0, 1, 5000])
 @pytest.mark.parametrize(("width", "dtype"), [(128, torch.float32), (6, torch.float16), (300, torch.bfloat16)])
-def test_rows_go_to_each_rank(width, dtype, each, slotless):
+def test_rows_go_to_each_rank(width, dtype, each, uncached):
     """As they are gathered, each behind the first rows of its memory; nothing else is written."""
     ranks, first, slots = 3, 2, 700
     away = torch.randn(100, width, device=GPU).to(dtype)
     weight = torch.randn(slots, width, device=GPU).to(dtype)
     hot = SimpleNamespace(weight=weight, state=zeros(slots, 0), dirty=zeros(slots))
-    overflow = OverflowRows(slotless=False, weight=0, state=0, records=None)
+    overflow = OverflowRows(uncached=False, weight=0, state=0, records=None)
     homes = torch.randint(0, slots, (ranks * each,), device=GPU, dtype=torch.int32)
-    if slotless:
+    if uncached:
         records = zeros(20, 2, dtype=torch.int64)
         records[:, 0] = torch.randint(1, 101, (20,), device=GPU)  # a key + 1
-        overflow = OverflowRows(slotless=True, weight=away.data_ptr(), state=0, records=records)
+        overflow = OverflowRows(uncached=True, weight=away.data_ptr(), state=0, records=records)
         homes[::4] = -2 - torch.randint(0, 20, homes[::4].shape, device=GPU, dtype=torch.int32)
     homes[::7] = DROPPED
     space = DeviceKeySpace(rows_space(width, "sum"), [-1], GPU)

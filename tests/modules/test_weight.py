@@ -255,7 +255,7 @@ def test_a_pointwise_write_needs_no_memory_for_the_whole_table(monkeypatch):
     assert torch.equal(module.state_dict()["weight"], torch.full((4000, 8), 2.0))
 
 
-def test_a_write_that_fails_on_its_way_leaves_the_table_in_doubt(monkeypatch):
+def test_a_write_that_fails_on_its_way_leaves_the_table_suspect(monkeypatch):
     module = trained(te.SGD(lr=0.1), device="cpu")
     rows = module.state_dict()["weight"]
     monkeypatch.setattr(table_tensor, "PART_BYTES", 100)

@@ -394,7 +394,7 @@ def test_a_loop_that_fetches_ahead_plans_for_itself(device, monkeypatch):
     expected = train(*converted(planned=False), matrices(9))
     found, (model, optimizer) = Found(monkeypatch), converted()
     loop = te.prefetch(matrices(9), model)
-    loop.pace = None
+    loop.autotuner = None
     assert_same_bits(train(model, optimizer, loop), expected)
     assert found.planned == 8 * TABLES
     assert [each.mispredictions for each in calls_of(model)._patterns.values()] == [0]

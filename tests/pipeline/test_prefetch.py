@@ -42,7 +42,7 @@ from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.plan_groups import drop_all
 from tieredemb.pipeline.prefetch import running
-from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import CompletedFuture, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows
 
 ROWS, WIDTH = 40, 4
@@ -931,7 +931,7 @@ def test_quick_plans_over_a_storage_are_made_by_who_submits_them(gpu, monkeypatc
 def test_a_tensor_that_shows_less_of_its_memory_since_has_no_plan():
     """An assignment to its data counts up no version."""
     ids, forwards, tables = torch.arange(6), PlannedForwards(), object()
-    forwards.add(Planned([(tables, (ids,))], Made(None)))
+    forwards.add(Planned([(tables, (ids,))], CompletedFuture(None)))
     ids.data = ids.data[:4]
     assert forwards.take(tables, (ids,)) is None
     assert len(forwards.waiting) == 1

@@ -12,7 +12,7 @@ from training import random_batch
 
 import tieredemb as te
 from tieredemb.errors import UnsupportedError
-from tieredemb.pipeline.pace import SharedPace
+from tieredemb.pipeline.autotuner import SharedAutotuner
 from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -116,7 +116,7 @@ def test_cuda_one_rank_exchanges_with_itself_by_nccl(with_itself, way, optimizer
     expected = trained(te.TieredEmbeddingBagCollection(TABLES, rounding="stochastic", **keywords), "eager")
     model = ShardedTieredEmbeddingBagCollection(TABLES, rounding="stochastic", **keywords)
     assert model._ranks._context.exchange.has_nccl
-    assert isinstance(te.prefetch([], model).pace, SharedPace)  # else each rank would find another one
+    assert isinstance(te.prefetch([], model).autotuner, SharedAutotuner)  # else each rank would find another one
     found = trained(model, way)
     for name, weight in expected.items():
         assert torch.equal(found[name], weight)

@@ -57,7 +57,7 @@ class Step:
         ids, offsets, _, upstream = self.batch
         self.model(ids, offsets).backward(upstream)
 
-    def again(self):
+    def another(self):
         return self
 
     def load(self, batch):

@@ -14,7 +14,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import StorageFullError
 from tieredemb.kernels.parallel_cpu import Pass
-from tieredemb.pipeline.pace import SharedPace
+from tieredemb.pipeline.autotuner import SharedAutotuner
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import Phase
@@ -270,9 +270,9 @@ def paced(rank, size, steps):
     model = model_of(te.Adagrad(lr=0.1), capacity=0.5)
     batches = [batch_of(TABLES, step, rank, samples=lambda rank: 5) for step in range(len(steps[0]))]
     loop = te.prefetch(batches, model, ids_of=lambda batch: batch[:2])
-    assert isinstance(loop.pace, SharedPace)  # which has nothing to find out on a CPU, and does as others do
+    assert isinstance(loop.autotuner, SharedAutotuner)  # which has nothing to find out on a CPU, and does as others do
     if steps[rank]:
-        loop.pace = SharedPace(Told(steps[rank]), model.agreement)
+        loop.autotuner = SharedAutotuner(Told(steps[rank]), model.agreement)
     planned, outputs = [], []
     for batch in loop:
         planned.append(len(model.planned.waiting))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import CompletedFuture, Planned, PlannedForwards
 
 
 class Shares:
@@ -23,7 +23,7 @@ class Waits:
 
     def __init__(self, *inputs):
         self.tables = [object() for _ in inputs]
-        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), Made(Shares()))
+        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), CompletedFuture(Shares()))
 
     def come(self, number, given):
         """Whether one that comes is taken for that forward."""
@@ -65,12 +65,12 @@ def test_what_was_planned_again_is_of_the_content_then():
     ids, offsets = torch.arange(6), torch.arange(3)
     waits = Waits((ids, offsets))
     ids.add_(1)
-    again = waits.planned.again(Shares())
+    again = waits.planned.rebind(Shares())
     assert not waits.come(0, (ids, offsets))
     waits.planned = again
     assert waits.come(0, (ids, offsets))
     ids.add_(1)
-    waits.planned = again.again(Shares())
+    waits.planned = again.rebind(Shares())
     ids.add_(1)
     assert not waits.come(0, (ids, offsets))
 
@@ -100,6 +100,6 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
             asked.append("release")
 
     tables, forwards = object(), PlannedForwards()
-    forwards.add(Planned([(tables, (ids,))], Made(Joint())))
+    forwards.add(Planned([(tables, (ids,))], CompletedFuture(Joint())))
     assert forwards.take(tables, (ids,)) == ((0, (ids,)) if arrives else None)
     assert asked == (["complete", "share"] if arrives else ["complete", "release"])

@@ -126,14 +126,14 @@ def test_to_ask_what_a_plan_would_depend_on_changes_nothing(made):
     bag = made(60)
     bag(torch.arange(100, device="cuda")[:, None]).square().sum().backward()
     cache = bag.tables.groups[0].cache
-    slotless, batch = cache._transfer._slotless, cache.last
-    assert slotless == 40
+    uncached, batch = cache._transfer._uncached, cache.last
+    assert uncached == 40
     with cache.plan_lock, cache.lock:
         assert cache.next_plan(5) is None
-    assert (cache._transfer._slotless, cache.last) == (slotless, batch)
+    assert (cache._transfer._uncached, cache.last) == (uncached, batch)
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
-    assert cache._transfer._slotless == 0
+    assert cache._transfer._uncached == 0
     bag.close()
 
 

@@ -638,7 +638,7 @@ def test_load_state_dict_that_was_interrupted_is_mended_by_another(device, monke
             bag.load_state_dict(twin.state_dict())
     optimizer = twin.fused_optimizer.state_dict()
     with pytest.raises(BrokenCacheError, match="load_state_dict was interrupted by ZeroDivisionError"):
-        bag.fused_optimizer.load_state_dict(optimizer)  # of what is not in doubt
+        bag.fused_optimizer.load_state_dict(optimizer)  # of what is not in suspect
     bag.load_state_dict(twin.state_dict())
     bag.fused_optimizer.load_state_dict(optimizer)
     for module in (bag, twin):

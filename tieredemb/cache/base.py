@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredemb.cache.changes import ChangeBook, Doubts, Part
+from tieredemb.cache.changes import IntentLog, Part, Suspects
 from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import scoring
 from tieredemb.cache.stats import CacheStats
@@ -100,9 +100,9 @@ class Cache(abc.ABC):
         self.looked_at = Look()
         self.is_in_graph = False  # whether a CUDA graph that is not ours has its addresses, for good
         self.rows_version = 0  # counts what may change rows where they are
-        self.doubts = Doubts()
-        self.plan_changes = ChangeBook(self.doubts)  # guarded by `plan_lock`
-        self.changes = ChangeBook(self.doubts)  # by `lock`
+        self.suspects = Suspects()
+        self.plan_changes = IntentLog(self.suspects)  # guarded by `plan_lock`
+        self.changes = IntentLog(self.suspects)  # by `lock`
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def write_back(self) -> None:
         """Writes every dirty row, every score and the metadata to cold storage, which holds the truth then. Durable it
-        is not before cold storage is flushed. Works where rows are in doubt, too."""
+        is not before cold storage is flushed. Works where rows are suspect, too."""
 
     @abc.abstractmethod
     def hottest(self) -> Any:
@@ -140,7 +140,7 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def forget(self) -> None:
         """Drops every hot row without writing it back, for a cold storage that was replaced as a whole. Refused while
-        tickets are in flight. Part of a change (`ChangeBook`)."""
+        tickets are in flight. Part of a change (`IntentLog`)."""
 
     @abc.abstractmethod
     def stats(self, client: int | None = None) -> CacheStats:
@@ -235,7 +235,7 @@ class Cache(abc.ABC):
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
-        they live. What is None stays, scores too; rows in flight stay in their slots. Part of a change (`ChangeBook`),
+        they live. What is None stays, scores too; rows in flight stay in their slots. Part of a change (`IntentLog`),
         whose call has reserved their space, and holds the locks."""
         stop = start + len(weight if weight is not None else state if state is not None else ())
         self._write_back_range(start, stop)
@@ -264,7 +264,7 @@ class Cache(abc.ABC):
             )
 
     def seal(self) -> None:
-        """Flushes a cold storage that outlives the process and marks it clean, but where rows are in doubt: what may
+        """Flushes a cold storage that outlives the process and marks it clean, but where rows are suspect: what may
         fail of closing. The cache can go on all the same, and unmarks it then."""
         if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
             return
@@ -272,7 +272,7 @@ class Cache(abc.ABC):
             if self._closed or self.cold.released:
                 return
             self.check_loadable()
-            if not self.cold.volatile and not self.doubts.reason:
+            if not self.cold.volatile and not self.suspects.reason:
                 self.write_back()
                 self.cold.seal()
 
@@ -328,12 +328,12 @@ class Cache(abc.ABC):
         metadata.policy = self.scoring.name
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
-        """Settles what was interrupted. Raises as every call does, but for doubts that loading `parts` (None: all) is
-        to dispel. The caller holds the locks of plans and rows."""
+        """Recovers from what was interrupted. Raises as every call does, but for suspect rows that loading `parts`
+        (None: all) is to replace. The caller holds the locks of plans and rows."""
         self._check_open()
-        self._settle()
-        if parts is not None and self.doubts.parts.isdisjoint(parts):
-            self.doubts.check()
+        self._recover()
+        if parts is not None and self.suspects.parts.isdisjoint(parts):
+            self.suspects.check()
 
     def _begin_call(self) -> None:
         """To be called first by every call that concerns the cache as a whole, under both locks."""
@@ -343,33 +343,33 @@ class Cache(abc.ABC):
         """To be called first by every call, under the lock of plans."""
         if self._closed or self.cold.released or os.getpid() != self._pid:
             self._check_open()
-        if self.plan_changes.entries or self.changes.entries:
-            self._settle()
-        if self.doubts.found:
-            self.doubts.check()
+        if self.plan_changes.records or self.changes.records:
+            self._recover()
+        if self.suspects.found:
+            self.suspects.check()
 
     def check_rows(self, *tickets: Flight) -> None:
         """To be called first by who looks up or updates rows in slots, those of `tickets`, under the lock of rows: hot
         rows may be newer than cold ones from now on."""
         if self._closed or self.cold.released or os.getpid() != self._pid:
             self._check_open()
-        if self.changes.entries:
-            self.changes.settle_rows(self)
-        if self.doubts.found:
-            self.doubts.check()
+        if self.changes.records:
+            self.changes.recover_rows(self)
+        if self.suspects.found:
+            self.suspects.check()
         for ticket in tickets:
             if ticket.failed:
                 ticket.check()
         if not self.cold.volatile:
             self.cold.begin_changes()
 
-    def _settle(self) -> None:
-        """Settles what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
-        self.plan_changes.settle(self)
-        if self.changes.entries:
+    def _recover(self) -> None:
+        """Recovers from what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
+        self.plan_changes.recover(self)
+        if self.changes.records:
             with TriedLock(self.lock) as taken:
                 if taken:
-                    self.changes.settle(self)
+                    self.changes.recover(self)
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

@@ -1,9 +1,9 @@
-"""What a call changes stands in its cache's book while it does, so that no exception leaves half of it unknown.
+"""What a call changes stands in its cache's intent log while it does, so that no exception leaves half of it unknown.
 
 An exception, Ctrl-C for one, may come between any two lines, in a handler too. So nothing is undone or ended by
-handlers alone: a change is entered before its first step and struck out after its last, and whoever finds one in the
-book knows that its call was interrupted, and settles it first. Settled, it has not happened, or it has, or rows are in
-doubt: then every later call says so, until they are loaded again.
+handlers alone: a change is recorded before its first step and cleared after its last, and whoever finds a record knows
+that its call was interrupted, and recovers first. After that the change has not happened, or it has, or rows are
+suspect: then every later call says so, until they are loaded again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tieredemb.errors import BrokenCacheError, StorageError
 Part = Hashable  # of the rows, such as the weights of one table: named by the cache's owner
 
 
-class Doubt(NamedTuple):
-    """Rows that are not to be trusted. `reason`: what has failed · `parts`: which; None for all."""
+class Suspect(NamedTuple):
+    """Suspect rows: they are not to be trusted. `reason`: what has failed · `parts`: which; None for all."""
 
     reason: str
     parts: frozenset[Part] | None = None
 
 
 class Changed(Protocol):
-    """A cache, as its changes settle it. `rows_version`: counts what may change rows where they are."""
+    """A cache, as recovery changes it. `rows_version`: counts what may change rows where they are."""
 
-    doubts: Doubts
+    suspects: Suspects
     rows_version: int
 
     def give_up_batches(self) -> None:
@@ -45,14 +45,14 @@ class Change(abc.ABC):
     calls_inside = False  # whether the call that makes it calls the cache meanwhile
 
     @abc.abstractmethod
-    def settle(self, cache: Changed) -> Doubt | None:
-        """Undoes or ends it, where it was interrupted; returns what is in doubt if neither can be had. A second call,
+    def recover(self, cache: Changed) -> Suspect | None:
+        """Undoes or ends it, where it was interrupted; returns what is suspect if neither can be had. A second call,
         after an interrupted first one, goes on. The caller holds the lock that it was made under."""
 
 
 class HalfWritten(Change):
-    """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Doubt` · `replaces`: whether cold
-    rows are replaced, so that hot ones are those of rows that are gone · `calls_inside`: see `Change`."""
+    """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Suspect` · `replaces`: whether
+    cold rows are replaced, so that hot ones are those of rows that are gone · `calls_inside`: see `Change`."""
 
     def __init__(
         self,
@@ -68,51 +68,52 @@ class HalfWritten(Change):
         self.has_begun = False
         self._replaces = replaces
 
-    def doubt(self, cache: Changed) -> Doubt | None:
-        """What it leaves in doubt, interrupted."""
-        parts = None if self.parts is None else self.parts & cache.doubts.all_parts
+    def suspect(self, cache: Changed) -> Suspect | None:
+        """The rows that it makes suspect where it was interrupted."""
+        parts = None if self.parts is None else self.parts & cache.suspects.all_parts
         if not self.has_begun or (parts is not None and not parts):
             return None
-        return Doubt(interrupted(self.call, self.cause), parts)
+        return Suspect(interrupted(self.call, self.cause), parts)
 
-    def settle(self, cache: Changed) -> Doubt | None:
-        doubt = self.doubt(cache)
-        if doubt is not None and self._replaces:
+    def recover(self, cache: Changed) -> Suspect | None:
+        suspect = self.suspect(cache)
+        if suspect is not None and self._replaces:
             cache.give_up_batches()
             cache.forget()
-        return doubt
+        return suspect
 
 
 def interrupted(call: str, cause: str) -> str:
-    """The reason of a doubt, in words."""
+    """Why rows are suspect, in words."""
     return f"{call} was interrupted{f' by {cause}' if cause else ''}"
 
 
-class Doubts:
-    """What is in doubt in one cache. `all_parts`: of all rows, as their owner names them · `found`: the doubts."""
+class Suspects:
+    """The suspect rows of one cache. `all_parts`: the parts of all its rows, as their owner names them · `found`:
+    those that are suspect."""
 
     def __init__(self) -> None:
         self.all_parts: frozenset[Part] = frozenset()
-        self.found: tuple[Doubt, ...] = ()
+        self.found: tuple[Suspect, ...] = ()
 
     @property
     def reason(self) -> str:
         """Why rows are not to be trusted; "" where they are."""
-        return "; ".join(dict.fromkeys(doubt.reason for doubt in self.found))
+        return "; ".join(dict.fromkeys(suspect.reason for suspect in self.found))
 
     @property
     def parts(self) -> frozenset[Part]:
-        """Those in doubt."""
+        """Those that are suspect."""
         return frozenset().union(*(self.all_parts if parts is None else parts for _, parts in self.found))
 
-    def add(self, doubt: Doubt) -> None:
-        if doubt not in self.found:
-            self.found = (*self.found, doubt)
+    def add(self, suspect: Suspect) -> None:
+        if suspect not in self.found:
+            self.found = (*self.found, suspect)
 
-    def dispel(self, parts: Iterable[Part] | None = None) -> None:
+    def clear(self, parts: Iterable[Part] | None = None) -> None:
         """Rows were replaced: these `parts`, or all, are what they should be."""
         left = frozenset() if parts is None else self.parts - frozenset(parts)
-        self.found = (Doubt(self.reason, left),) if left else ()
+        self.found = (Suspect(self.reason, left),) if left else ()
 
     def check(self) -> None:
         """Raises `BrokenCacheError` if there are any."""
@@ -126,8 +127,9 @@ class Doubts:
             )
 
 
-class UnderWay:
-    """A change in the book, and the call that makes it: the frame whose end is the change's, `up` from who asks."""
+class IntentRecord:
+    """The record of a change, and the call that makes it: the frame that ends with the change, `up` frames above that
+    of the caller."""
 
     def __init__(self, change: Change, up: int) -> None:
         self.change = change
@@ -147,56 +149,56 @@ class UnderWay:
         return False
 
 
-class ChangeBook:
-    """The changes under way that are made under one lock of a cache, which guards the book. `entries`: those that were
-    begun and have not ended, the last one last."""
+class IntentLog:
+    """The changes under way that are made under one lock of a cache, which guards the log. `records`: those of changes
+    that have begun and not ended, the last one last."""
 
-    def __init__(self, doubts: Doubts) -> None:
-        self._doubts = doubts
-        self.entries: list[UnderWay] = []
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
+        self.records: list[IntentRecord] = []
 
-    def begin(self, change: Change, *, up: int = 1) -> UnderWay:
-        """Enters a change, before its first step. It is the caller's; of a context manager that is a generator, with
+    def begin(self, change: Change, *, up: int = 1) -> IntentRecord:
+        """Records a change, before its first step. It is the caller's; of a context manager that is a generator, with
         `up=3`, that of who enters it."""
-        entry = UnderWay(change, up)
-        self.entries.append(entry)
-        return entry
+        record = IntentRecord(change, up)
+        self.records.append(record)
+        return record
 
-    def end(self, entry: UnderWay) -> None:
-        """Strikes it out, after its last."""
-        self.entries[:] = [other for other in self.entries if other is not entry]
-        entry.forget()
+    def clear(self, record: IntentRecord) -> None:
+        """Clears the record of a change, after its last step."""
+        self.records[:] = [other for other in self.records if other is not record]
+        record.forget()
 
     def note(self, error: BaseException) -> None:
         """What is under way ends in `error`."""
-        for entry in self.entries:
-            entry.change.cause = type(error).__name__
+        for record in self.records:
+            record.change.cause = type(error).__name__
 
-    def settle(self, cache: Changed) -> None:
-        """Settles the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
-        left = len(self.entries)
+    def recover(self, cache: Changed) -> None:
+        """Recovers from the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
+        left = len(self.records)
         while left:
             left -= 1
-            entry = self.entries[left]
-            if entry.is_around():
-                if entry.change.calls_inside:
+            record = self.records[left]
+            if record.is_around():
+                if record.change.calls_inside:
                     continue
                 raise StorageError(
                     "this cache is called amid another call of it on the same thread, as by a signal handler; let the "
                     "handler set a flag, and call the cache when the other call has returned"
                 )
-            doubt = entry.change.settle(cache)
-            if doubt is not None:
-                self._doubts.add(doubt)
-            self.entries.pop(left).forget()
+            suspect = record.change.recover(cache)
+            if suspect is not None:
+                self._suspects.add(suspect)
+            self.records.pop(left).forget()
 
-    def settle_rows(self, cache: Changed) -> None:
-        """As `settle`, under the lock of rows alone: changes of all rows are left as they are, and are doubts
-        already."""
-        halves = [entry for entry in self.entries if isinstance(entry.change, HalfWritten)]
-        for entry in halves:
-            doubt = cast("HalfWritten", entry.change).doubt(cache)
-            if doubt is not None and not entry.is_around():
-                self._doubts.add(doubt)
+    def recover_rows(self, cache: Changed) -> None:
+        """As `recover`, under the lock of rows alone: changes of all rows are left as they are, and make rows
+        suspect already."""
+        halves = [record for record in self.records if isinstance(record.change, HalfWritten)]
+        for record in halves:
+            suspect = cast("HalfWritten", record.change).suspect(cache)
+            if suspect is not None and not record.is_around():
+                self._suspects.add(suspect)
         if not halves:
-            self.settle(cache)
+            self.recover(cache)

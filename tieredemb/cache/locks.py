@@ -34,7 +34,7 @@ class Locks:
             self._locks += [cache.lock for cache in ordered]
         self._taken: list[Any] = []
 
-    def again(self) -> Locks:
+    def held(self) -> Locks:
         """The same locks, for another `with`: one object is for one at a time."""
         locks = Locks.__new__(Locks)
         locks._locks, locks._taken = self._locks, []

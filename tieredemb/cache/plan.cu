@@ -1,6 +1,6 @@
 // Planning a batch on the device: find and lock what is resident, claim what is missed, pair it with slots.
 //
-// Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DSLOTLESS a batch may
+// Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DUNCACHED a batch may
 // exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 // With -DCLIENTS what is counted is counted for the client whose row it is, too (clients.cuh).
@@ -84,7 +84,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->slotless = counts->needed = counts->room = 0;
+    counts->missed = counts->uncached = counts->needed = counts->room = 0;
     counts->arrivals = 0;
     RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
@@ -141,7 +141,7 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
     const Clients &clients = counts->clients;
     const int stamp = clock->stamp;
     const i64 now = clock->now;
-#ifdef SLOTLESS
+#ifdef UNCACHED
     const bool map_is_filled = end_of(all)->index & FILLED;
     Record *records = all.records;
 #endif
@@ -163,7 +163,7 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
                 }
             } else {
                 int record = NOT_FOUND;
-#ifdef SLOTLESS
+#ifdef UNCACHED
                 if (map_is_filled) record = find_slot(all.map, all.n_map, key);
                 if (record >= 0) {
                     homes[i] = (int)(-2 - n_claims - record);
@@ -284,7 +284,7 @@ __device__ __forceinline__ void missed_publish(const Ending &end, const Slots &s
         i64 key = missed.keys[m];
         int slot = missed.slots[m];
         if (slot >= 0) insert_slot(slots.cells, slots.n_cells, key, slot);
-#ifdef SLOTLESS
+#ifdef UNCACHED
         while (slot < 0) {  // records are at most half taken
             int r = (int)(atomicAdd(&counts->record, 1u) % (u32)all.n_records);
             if (atomicCAS(reinterpret_cast<u64 *>(&all.records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
@@ -335,7 +335,7 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
                                               const Occurrences &all, Counts *counts, const Records &records,
                                               Moving *moving) {
     if (end.wanted.missed == 0) {
-#ifdef SLOTLESS
+#ifdef UNCACHED
         if (end_of(records)->index & FILLED) {
             homes_resolve(all, missed.slots);
             grid_meet(&counts->arrivals);  // a block that comes later would see that all is done
@@ -354,13 +354,13 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
     const bool rebuild = end.tombstones > slots.n_cells / 4;
     const int used = end.wanted.used + end.wanted.room;
     if (thread_index() == 0) {
-        const int with_slots = end.wanted.room + end.victims, slotless = end.wanted.missed - with_slots;
+        const int with_slots = end.wanted.room + end.victims, uncached = end.wanted.missed - with_slots;
         counts->used = used;
         counts->tombstones = rebuild ? 0 : end.tombstones;
-        counts->slotless = slotless;
+        counts->uncached = uncached;
         counts->totals.filled += (u64)with_slots;
         counts->totals.moved.evicted += (u64)end.victims;
-        counts->totals.overflow += (u64)slotless;
+        counts->totals.overflow += (u64)uncached;
     }
     if (!rebuild) return;
     for (i64 at = thread_index(); at < slots.n_cells; at += thread_count())

@@ -30,7 +30,7 @@ struct Counts {
     int needed;      // victims that make room for them
     int used;        // slots that ever held a row: those below are candidates
     int tombstones;  // in the map
-    int slotless;    // missed keys that got no slot
+    int uncached;    // missed keys that got no slot
     int room;        // missed keys that get a slot never used
     u32 record;      // where the next record is looked for
     u32 arrivals;    // blocks that have come to a meeting

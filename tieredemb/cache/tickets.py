@@ -145,13 +145,13 @@ class TicketBook:
             self.given_up.popleft()
         self._held = held
 
-    def open(self, ticket: Flight, ids: int = 0, slotless: bool = False) -> None:
+    def open(self, ticket: Flight, ids: int = 0, uncached: bool = False) -> None:
         """Puts a ticket on the books; batches come in their order."""
         if ticket.batch % FORGET_EVERY == 0:
             self.forget_dropped()
         self._live.add(ticket.batch)
         if ids:
-            self._locked.append((ticket.batch, ids, slotless))
+            self._locked.append((ticket.batch, ids, uncached))
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -197,16 +197,16 @@ class TicketBook:
         theirs too. And whether one of them may use rows without a slot."""
         while self._locked and self._locked[0][0] < oldest:
             self._locked.popleft()
-        locked, slotless = 0, False  # anew each time: they are few, and a sum that is kept may be interrupted
-        for _, ids, is_slotless in self._locked:
+        locked, uncached = 0, False  # anew each time: they are few, and a sum that is kept may be interrupted
+        for _, ids, is_uncached in self._locked:
             locked += ids
-            slotless |= is_slotless
-        return locked, slotless
+            uncached |= is_uncached
+        return locked, uncached
 
     def since(self, batch: int) -> tuple[Locked, ...]:
         """What batches after `batch` have locked, in their order, counted from it."""
-        return tuple((number - batch, ids, slotless) for number, ids, slotless in self._locked if number > batch)
+        return tuple((number - batch, ids, uncached) for number, ids, uncached in self._locked if number > batch)
 
     def repeat(self, batch: int, locked: Iterable[Locked]) -> None:
         """Batches after `batch` have locked what others did before (`since`)."""
-        self._locked.extend([(batch + number, ids, slotless) for number, ids, slotless in locked])
+        self._locked.extend([(batch + number, ids, uncached) for number, ids, uncached in locked])

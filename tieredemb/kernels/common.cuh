@@ -91,7 +91,7 @@ struct alignas(16) Record {
     int last_batch;
     int pad;
 };
-// Row of a slotless home among the rows away from the slots: its key's, or the record's own where none are given.
+// Row of a uncached home among the rows away from the slots: its key's, or the record's own where none are given.
 __device__ __forceinline__ i64 away_row(const Record *records, int home) {
     i64 record = -2 - (i64)home;
     return records ? records[record].key - 1 : record;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void store_row(row_t *rows, i64 row, int unit, row_ve
 }
 __device__ __forceinline__ row_vector load_home(const row_t *hot, const row_t *away, const Record *records, int home,
                                                 int unit) {
-#ifdef SLOTLESS
+#ifdef UNCACHED
     if (home < 0) return load_row(away, away_row(records, home), unit);
 #endif
     return load_row(hot, home, unit);

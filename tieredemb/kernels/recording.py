@@ -200,7 +200,7 @@ class Recording:
         """Launches all on the current stream, with the changing arguments as they are `now`."""
         library = _library()
         if now != self._now:
-            before, self._now = self._now, None  # interrupted, what the graph knows is in doubt
+            before, self._now = self._now, None  # interrupted, what the graph knows is suspect
             for node in self._nodes:
                 for argument, _ in node.places:
                     if before is None or before[argument] != now[argument]:

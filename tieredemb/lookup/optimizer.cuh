@@ -113,8 +113,8 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
     }
 }
 
-// Where rows live: in slots, or with -DSLOTLESS away from them, where a state ends with the row's score.
-#ifdef SLOTLESS
+// Where rows live: in slots, or with -DUNCACHED away from them, where a state ends with the row's score.
+#ifdef UNCACHED
 constexpr bool MAY_BE_AWAY = true;
 #else
 constexpr bool MAY_BE_AWAY = false;
@@ -132,7 +132,7 @@ struct Place {
     bool is_away;
 };
 __device__ __forceinline__ Place place_of(const Rows &rows, int home) {
-#ifdef SLOTLESS
+#ifdef UNCACHED
     if (home < 0) {
         i64 row = away_row(rows.records, home);
         return {rows.away_weight + row * WIDTH, rows.away_state + row * (STATE + 1), true};

@@ -53,8 +53,8 @@ class Buffers:
                 "mappings, sequences and dataclasses"
             )
 
-    def again(self) -> Buffers:
-        """As many buffers more."""
+    def another(self) -> Buffers:
+        """Buffers of the same shapes, of their own memory."""
         made = {id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()}
         other = copy.copy(self)
         other._buffer = {path: made[id(tensor)] for path, tensor in self._buffer.items()}

@@ -96,7 +96,7 @@ class StepFunction(Generic[R]):
     @property
     def locked(self) -> Locks:
         """For replays, which plan, look up and update, and for captures."""
-        return self._locks.again()
+        return self._locks.held()
 
     def is_current(self) -> bool:
         """Whether tables are where they were, and train if they did: what was captured counts on it."""

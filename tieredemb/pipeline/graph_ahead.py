@@ -49,7 +49,7 @@ class StepAhead(Generic[R]):
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         self._settles = plans  # where is done what has to come before the next plan
         # of this batch, and of the next ones
-        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(TURNS)]
+        self._turns = [Turn[R](step.buffers.another(), brings) for _ in range(TURNS)]
         self._left = step.eager_steps
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
@@ -90,7 +90,7 @@ class StepAhead(Generic[R]):
             unplanned = self._load(following)
             if coming.batch is not None:
                 self._turns = [coming, then, now]
-            if may_replay and unplanned == [then] and then.plans_later:
+            if may_replay and unplanned == [then] and then.defers_rows:
                 if self._knows(now, known):
                     return self._replay(turns, known)
                 if now.graph is None and self._may_capture():
@@ -180,7 +180,7 @@ class StepAhead(Generic[R]):
             caches = self._bring(given)
             with on_stream(plans):
                 for turn, each in zip(unplanned, wanted, strict=True):
-                    turn.plan_later(executor, each, caches)
+                    turn.plan_deferred(executor, each, caches)
             plans.wait_stream(self._settles)
 
     def _bring(self, given: Collection[Cache]) -> list[DeviceCache]:
@@ -298,10 +298,10 @@ class StepAhead(Generic[R]):
         try:
             # on the books before it is launched: what a launch that never came has left pending moves nothing
             first = {cache: cache.replayed(does) for cache, does in zip(caches, graph.replays, strict=True)}
-            came = then.planned_again(graph, first) + [part.ticket for call in known for part in call.parts]
+            came = then.rebind_plans(graph, first) + [part.ticket for call in known for part in call.parts]
             graph.graph.replay()
             for cache in caches:
-                cache.rows_came(came)
+                cache.rows_arrived(came)
             now.over()
         except BaseException:
             self.give_up()

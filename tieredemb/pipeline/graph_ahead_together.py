@@ -91,7 +91,7 @@ class StepAheadTogether(StepAhead[R]):
         unplanned = self._load(following)
         mine = NOW * has_now | NEXT * (has_now and bool(next_calls))
         mine |= COMING * (coming.batch is not None) | THEN * (then.batch is not None)
-        if may_replay and unplanned == [then] and then.plans_later:
+        if may_replay and unplanned == [then] and then.defers_rows:
             knows = self._knows(now, known)
             if knows:  # what it may raise all ranks are to hear of
                 self._step.before_replay()
@@ -127,7 +127,7 @@ class StepAheadTogether(StepAhead[R]):
             is_planned = True
             with executor.together(wanted):
                 with on_stream(plans):
-                    then.plan_later(executor, wanted, caches)
+                    then.plan_deferred(executor, wanted, caches)
                 executor.stream.wait_stream(plans)
 
         with forked(plans), forked(self._settles):

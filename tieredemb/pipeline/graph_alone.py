@@ -19,7 +19,7 @@ class StepAlone(Generic[R]):
 
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
-        self._buffers = step.buffers.again()
+        self._buffers = step.buffers.another()
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None

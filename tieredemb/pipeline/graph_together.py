@@ -27,7 +27,7 @@ class StepTogether(Generic[R]):
 
     def __init__(self, step: StepFunction[R], agreement: Agreement) -> None:
         self._step, self._agreement = step, agreement
-        self._buffers = step.buffers.again()
+        self._buffers = step.buffers.another()
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None

@@ -21,7 +21,7 @@ from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
 from tieredemb.step.call import Call
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.tables.table_set import Place
 
 
@@ -162,7 +162,7 @@ class StreamExecutor(PlanExecutor):
             self._caches, self._locks = caches, Locks(caches, rows=False)
         inputs = [part for lookup in lookups for part in lookup.given]
         # before the stream is used: a capture on another thread may have forked into it
-        with self._locks.again(), self._entered(), contextlib.ExitStack() as ahead:
+        with self._locks.held(), self._entered(), contextlib.ExitStack() as ahead:
             for cache in caches:
                 ahead.enter_context(cache.ahead(inputs, None))
                 inputs = []
@@ -231,9 +231,9 @@ class WorkerExecutor(ThreadExecutor):
 def _called(function: Callable[[], Any]) -> Future[Any]:
     """The function's result or error, of a call at once."""
     try:
-        return Made(function())
+        return CompletedFuture(function())
     except Exception as error:
-        return Made(None, error)
+        return CompletedFuture(None, error)
 
 
 class _Copies:

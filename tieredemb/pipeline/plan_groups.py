@@ -15,7 +15,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, seen_of
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards, seen_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member, Pool, Related
 
@@ -222,7 +222,7 @@ def _plan_as_one(
             future: Future[Any] = executor.submit(plan)
         else:
             with on_device(device):
-                future = Made(plan())
+                future = CompletedFuture(plan())
     except (TieredEmbError, RuntimeError):
         return False
     among = first.planned

@@ -21,8 +21,8 @@ from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
+from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, divisions_of, learn
-from tieredemb.pipeline.pace import Pace, SharedPace
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
 from tieredemb.step.planned_forwards import PlannedForwards
@@ -59,7 +59,7 @@ class Prefetch(Generic[B]):
                 stacklevel=3,
             )
         self._told = None if ids_of is None else NamedLookups(self.modules, ids_of)
-        self.pace = pace_of(self.modules.values(), depth)
+        self.autotuner = autotuner_of(self.modules.values(), depth)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def prefetch(
     return Prefetch(loader, model, depth, ids_of=ids_of)
 
 
-def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | SharedPace | None:
+def autotuner_of(modules: Iterable[LookupModule], depth: int) -> Autotuner | SharedAutotuner | None:
     """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
     given = list(modules)
     kinds = {kind_of(module) for module in given}
@@ -111,8 +111,8 @@ def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | SharedPace | 
     if depth == 0 or len(agreements) > 1:
         return None
     device, waits = next(iter(kinds))
-    pace = Pace(device, depth) if len(kinds) == 1 and not waits and device.type == "cuda" else None
-    return SharedPace(pace, agreements[0]) if agreements else pace
+    autotuner = Autotuner(device, depth) if len(kinds) == 1 and not waits and device.type == "cuda" else None
+    return SharedAutotuner(autotuner, agreements[0]) if agreements else autotuner
 
 
 def _waits(module: LookupModule) -> bool:
@@ -184,8 +184,8 @@ class Run(Generic[B]):
         self._current = current = self.queue.popleft()
         if current.error is not None:
             raise current.error
-        if self._prefetch.pace is not None and self._lookups is not None and not self._planners:
-            self._prefetch.pace.step()
+        if self._prefetch.autotuner is not None and self._lookups is not None and not self._planners:
+            self._prefetch.autotuner.step()
         current.receive()
         return current.batch  # type: ignore[return-value]
 
@@ -261,8 +261,8 @@ class Run(Generic[B]):
             for give_up in self._planners:
                 each.callback(give_up)
             each.callback(self._listen, False)
-            if self._prefetch.pace is not None:
-                each.callback(self._prefetch.pace.leave)
+            if self._prefetch.autotuner is not None:
+                each.callback(self._prefetch.autotuner.leave)
             each.callback(_RUNNING.remove, self)
 
     def _drop_all(self) -> None:
@@ -272,7 +272,7 @@ class Run(Generic[B]):
     def _plan(self, fetched: _Fetched[B]) -> None:
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
             return
-        if self._planners or not (self._prefetch.pace is None or self._prefetch.pace.ahead):
+        if self._planners or not (self._prefetch.autotuner is None or self._prefetch.autotuner.ahead):
             return
         for division in self._divisions:
             if division.request_if_due():

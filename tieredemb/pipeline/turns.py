@@ -12,7 +12,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import Replays
-from tieredemb.cache.device.planner import LaterRows
+from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
 from tieredemb.pipeline.buffers import Buffers
@@ -40,7 +40,7 @@ class PlannedCall(Protocol):
     @property
     def memory(self) -> Any: ...
 
-    def again(self, batches: Sequence[int]) -> PlannedCall:
+    def rebind(self, batches: Sequence[int]) -> PlannedCall:
         """What a replay has planned to the same memory, as `batches` of the caches of its parts."""
 
     def arrive(self) -> None:
@@ -54,14 +54,14 @@ class PlanState(NamedTuple):
     """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
     chosen once its rows are to come; None where none are left for later."""
 
-    slotless: bool
-    later: bool | None
+    uncached: bool
+    deferred: bool | None
 
 
 def states_of(calls: list[PlannedCall]) -> list[PlanState]:
     tickets = [part.ticket for call in calls for part in call.parts]
     return [
-        PlanState(ticket.overflow.slotless, None if ticket.later is None else ticket.later.places_later)
+        PlanState(ticket.overflow.uncached, None if ticket.deferred is None else ticket.deferred.defers_places)
         for ticket in tickets
     ]
 
@@ -97,7 +97,7 @@ class TurnGraph(Generic[R]):
         if len(states) != len(self.states):
             return False
         each = zip(states, self.states, strict=True)
-        return not any(here.slotless > known.slotless or here.later != known.later for here, known in each)
+        return not any(here.uncached > known.uncached or here.deferred != known.deferred for here, known in each)
 
 
 class Turn(Generic[R]):
@@ -108,7 +108,7 @@ class Turn(Generic[R]):
         """`behind`: the stream on which the rows of the batch before come."""
         self.buffers = buffers
         self._behind = behind
-        self._later: dict[DeviceCache, LaterRows] = {}
+        self._deferred: dict[DeviceCache, DeferredRows] = {}
         self.batch: Any = None
         self.graph: TurnGraph[R] | None = None
         self.ran: torch.cuda.Event | None = None  # of several ranks: comes once the last replay is over that planned it
@@ -129,9 +129,9 @@ class Turn(Generic[R]):
         return self._calls, self._launched
 
     @property
-    def plans_later(self) -> bool:
-        """Whether it was planned so that rows are left for later: all that this needs is there."""
-        return bool(self._later)
+    def defers_rows(self) -> bool:
+        """Whether it was planned so that rows are left for deferred: all that this needs is there."""
+        return bool(self._deferred)
 
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
@@ -157,14 +157,14 @@ class Turn(Generic[R]):
         with executor.together(wanted):
             self._plan(executor, wanted)
 
-    def plan_later(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
+    def plan_deferred(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
         """The same, on the stream that is current, among others that `executor` plans together. What is missed comes
         with the next plan, or when it is asked for."""
-        with ExitStack() as later:
+        with ExitStack() as deferring:
             for cache in caches:
-                if cache not in self._later:
-                    self._later[cache] = LaterRows(self._behind)
-                later.enter_context(cache.rows_later(self._later[cache]))
+                if cache not in self._deferred:
+                    self._deferred[cache] = DeferredRows(self._behind)
+                deferring.enter_context(cache.defer_rows(self._deferred[cache]))
             self._plan(executor, wanted)
 
     def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
@@ -193,18 +193,18 @@ class Turn(Generic[R]):
         """Those forwards that could be planned."""
         return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
-    def planned_again(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
+    def rebind_plans(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
         """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
         nothing of for later."""
         self._planned, complete = [], []
         calls, launched = self._calls, self._launched = graph.made
         for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            again = call.again(batches)
-            planned = each.again(cast("Call", again))
+            rebound = call.rebind(batches)
+            planned = each.rebind(cast("Call", rebound))
             among.add(planned)
             self._planned.append((among, planned))
-            complete += [part.ticket for part, is_over in zip(again.parts, ends, strict=True) if is_over]
+            complete += [part.ticket for part, is_over in zip(rebound.parts, ends, strict=True) if is_over]
         return complete
 
     def over(self) -> None:

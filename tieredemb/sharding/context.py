@@ -256,7 +256,7 @@ def _check_passed(passed: Array) -> None:
 def check_update(call: Call) -> None:
     """Raises what an update of the rows of a call would, before it changes any."""
     tables = call.context.tables.placed.now
-    with tables.rows.again():
+    with tables.rows.held():
         for group, part in zip(tables.groups, call.parts, strict=True):
             group.cache.check_rows(part.ticket)
     call.context.check_trainable().check_options_now()

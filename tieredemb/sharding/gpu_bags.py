@@ -346,7 +346,7 @@ class GpuBags:
         self._bags, self._order = replace(self._bags, **lying), put(self._order)
         self.asked = self._rows_asked = self._counted = self._order[:0]  # they are sent
 
-    def again(self) -> GpuBags:
+    def rebind(self) -> GpuBags:
         """See `Lasting`."""
         bags = shallow_copy(self)
         bags._weights = bags._argmax = bags._rows = None

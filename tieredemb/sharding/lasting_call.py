@@ -18,7 +18,7 @@ from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.step.batch import Batch
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Lasting(Protocol):
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others."""
 
-    def again(self: L) -> L:
+    def rebind(self: L) -> L:
         """That of another forward, which a replay has found out to where this one lies."""
 
 
@@ -128,18 +128,18 @@ class LastingCall(ShardedCall):
         """What each cache has planned of it."""
         return [part for plan in self._plans for part in plan.parts]
 
-    def again(self, batches: Sequence[int]) -> LastingCall:
+    def rebind(self, batches: Sequence[int]) -> LastingCall:
         """The call that a replay has planned to where this one was, as `batches` of the caches of its parts."""
         call, its = shallow_copy(self), iter(batches)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call._bags = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._bags)])
-        call._requests = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._requests)])
+        call._bags = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._bags)])
+        call._requests = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._requests)])
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
         for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
-            again = plan.again([next(its) for _ in plan.parts])
-            planned = Planned([(shard.engine.tables, request.batch.given)], Made(again))
+            rebound = plan.rebind([next(its) for _ in plan.parts])
+            planned = Planned([(shard.engine.tables, request.batch.given)], CompletedFuture(rebound))
             shard.engine.planned.add(planned)
-            call._plans.append(again)
+            call._plans.append(rebound)
             call._planned.append((shard.engine.planned, planned))
         return call
 

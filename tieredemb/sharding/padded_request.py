@@ -302,16 +302,16 @@ class PaddedRequest:
         self._goes = None  # all are picked
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
-    def again(self) -> PaddedRequest:
+    def rebind(self) -> PaddedRequest:
         """See `Lasting`."""
         request = shallow_copy(self)
         request._weights = None
         return request
 
     def apart(self) -> PaddedRequest:
-        """As `again`, for a forward whose update may be put off until another has come: what that reads lies apart. Its
-        ids are told from those of another, which lie where these do."""
-        request, stack = self.again(), self.batch.stack
+        """As `rebind`, for a forward whose update may be put off until another has come: what that reads lies apart.
+        Its ids are told from those of another, which lie where these do."""
+        request, stack = self.rebind(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
             stack = replace(stack, runs=runs, row=stack.row.clone())

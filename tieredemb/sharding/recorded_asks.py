@@ -205,7 +205,7 @@ class RecordedAsk:
                 self._found: list[GpuBags] = found
 
             def pad() -> None:
-                self._padded = [bags.again() for bags in self._found]
+                self._padded = [bags.rebind() for bags in self._found]
                 for bags in self._padded:
                     bags.pad(bound.ids, bound.rows)
                 self._given, self._sent = exchange.packed(
@@ -248,7 +248,7 @@ class RecordedAsk:
             self._find.replay([])
             self.used()
             self._has_told.record(current_stream())
-        return [bags.again() for bags in self._found]
+        return [bags.rebind() for bags in self._found]
 
     def look(self) -> Most:
         """What the bags ask for. Raises what is wrong with them. Waits until they were found."""
@@ -274,7 +274,7 @@ class RecordedAsk:
             self._take.replay([])
             requests = [request.apart() for request in self._requests]
             self.used()
-        return [bags.again() for bags in self._padded], requests
+        return [bags.rebind() for bags in self._padded], requests
 
     def used(self) -> None:
         """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is

@@ -28,7 +28,7 @@ from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import Call, look_up
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
@@ -78,13 +78,13 @@ class Together(Ranks):
     ) -> Planned:
         """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
         forward raises on all of them."""
-        made: Made[Any]
+        made: CompletedFuture[Any]
         try:
-            made = Made(self._planned_call(executor, given, make_batch, kind, memory))
+            made = CompletedFuture(self._planned_call(executor, given, make_batch, kind, memory))
         except PeerError:
             raise
         except (TieredEmbError, torch.OutOfMemoryError) as error:
-            made = Made(None, error)
+            made = CompletedFuture(None, error)
         planned = Planned([(self.held[0].engine.tables, given)], made)
         self._planned.add(planned)
         return planned

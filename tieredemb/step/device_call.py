@@ -246,12 +246,14 @@ class DeviceCall(Call):
             part.ticket.ready = None
         self.memory.joined()
 
-    def again(self, batches: Sequence[int]) -> DeviceCall:
+    def rebind(self, batches: Sequence[int]) -> DeviceCall:
         """The call that a replay has planned to where this one was, as `batches` of its groups' caches."""
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call.parts = [
-            part.again(part.group.cache.reopen(part.ticket, batch))
+            part.rebind(
+                part.group.cache.rebind(batch, part.ticket.homes, part.ticket.overflow, deferred=part.ticket.deferred)
+            )
             for part, batch in zip(self.parts, batches, strict=True)
         ]
         call.tells_later = True

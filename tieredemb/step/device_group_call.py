@@ -137,12 +137,12 @@ class DeviceGroupCall:
         return self.weights is None and self.argmax is None and self._found is None and not takes_means
 
     def without_ticket(self) -> DeviceGroupCall:
-        """A copy that keeps nothing in flight, for `again`."""
+        """A copy that keeps nothing in flight, for `rebind`."""
         call = shallow_copy(self)
         del call.ticket
         return call
 
-    def again(self, ticket: DeviceTicket) -> DeviceGroupCall:
+    def rebind(self, ticket: DeviceTicket) -> DeviceGroupCall:
         """The call of `ticket`, which a replay has planned to where this one was."""
         call = shallow_copy(self)
         call.ticket = ticket

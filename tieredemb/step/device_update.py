@@ -80,7 +80,7 @@ def _update(collected: Collected) -> None:
     check_bags(tables, calls)
     groups = [cast("DeviceGroup", group) for group in tables.groups]
     tickets = [[call.parts[g].ticket for call in calls] for g in range(len(groups))]
-    with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
+    with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
         for group in groups:
             group.cache.rows_version += 1
         for call, grad in zip(calls, grads, strict=True):
@@ -218,7 +218,7 @@ class _Update:
 def _update_shared(tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update]) -> None:
     """Updates, of a pool each, as one: of all of `tables`, by gradients of the `calls`, or of the one of several
     forwards."""
-    with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
+    with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
         if len(calls) == 1:
             calls[0].follow(*[grad for each in updates for grad in each.grads])
         else:
@@ -294,7 +294,7 @@ def _is_plain(parts: Sequence[DeviceGroupCall]) -> bool:
 def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
     """Takes an optimizer step in which no row has a gradient."""
     device = tables.config.device
-    with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
+    with tables.placed.now.rows.held(), on_device(device), contextlib.ExitStack() as used:
         scaling = Scaling(*optimizer.scaling([]))
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         todo = [(group, optimizer.options_on(group)) for group in groups]
@@ -321,14 +321,14 @@ def faults_of(calls: Sequence[Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
-    """An update that is launched inside is one: interrupted, it leaves rows in doubt. Of a capture nothing has run."""
+    """An update that is launched inside is one: interrupted, it leaves rows suspect. Of a capture nothing has run."""
     if torch.cuda.is_current_stream_capturing():
         yield
         return
     books, change = [cache.changes for cache in caches], HalfWritten("an update")
-    entries = []
+    records = []
     for book in books:
-        entries.append(book.begin(change, up=3))
+        records.append(book.begin(change, up=3))
     change.has_begun = True
     try:
         yield
@@ -336,8 +336,8 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
         for book in books:
             book.note(error)
         raise
-    for book, entry in zip(books, entries, strict=True):
-        book.end(entry)
+    for book, record in zip(books, records, strict=True):
+        book.clear(record)
 
 
 class Combined:

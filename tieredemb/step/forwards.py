@@ -130,9 +130,9 @@ class Forwards(Shareable):
         """Nothing need wait for what was planned ahead any more."""
         self.call.has_arrived()  # type: ignore[attr-defined]
 
-    def again(self, batches: Sequence[int]) -> Forwards:
+    def rebind(self, batches: Sequence[int]) -> Forwards:
         """Those that a replay has planned to where these were, as `batches` of the caches of their parts."""
-        return Forwards(self.call.again(batches), self.contexts)  # type: ignore[attr-defined]
+        return Forwards(self.call.rebind(batches), self.contexts)  # type: ignore[attr-defined]
 
     def share(self, number: int, given: Given) -> Forward | None:
         if self.call.planned_inputs is not None:

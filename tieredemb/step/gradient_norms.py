@@ -32,7 +32,7 @@ def gradient_norms(
     largest = math.isinf(norm_type)
     totals = torch.zeros(count, dtype=torch.float64, device=device) if largest else new_sums(count, device)
     collected = in_forward_order(collected)
-    with tables.placed.now.rows.again():
+    with tables.placed.now.rows.held():
         for g, group in enumerate(tables.groups):
             if isinstance(group, DeviceGroup):
                 _norm_on_device(totals, group, g, collected, norm_type)

@@ -145,7 +145,7 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
     if not collected:
         return found
     tables.check_faults()
-    with torch.no_grad(), tables.placed.now.rows.again():
+    with torch.no_grad(), tables.placed.now.rows.held():
         for g, group in enumerate(tables.groups):
             if isinstance(group, DeviceGroup):
                 table, ids, values = _sums_on_device(group, g, collected)
@@ -168,7 +168,7 @@ def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
     found: dict[int, RowSums] = {}
     collected = in_forward_order(collected)
     tables.check_faults()
-    with torch.no_grad(), tables.placed.now.rows.again():
+    with torch.no_grad(), tables.placed.now.rows.held():
         for g, group in enumerate(tables.groups):
             table, ids, values, is_sum = _occurrences_on_device(cast("DeviceGroup", group), g, collected)
             for position, number in enumerate(group.space.tables.tolist()):

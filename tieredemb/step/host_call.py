@@ -61,7 +61,7 @@ class RowPass(Change):
             taken = self.cache.cold.metadata.steps
             self.steps = {table: taken[table] + 1 for table in group.stepping}
 
-    def settle(self, cache: Changed) -> None:
+    def recover(self, cache: Changed) -> None:
         if self.done or any(each.begun for each in self.among):
             cache.rows_version += 1
             self.rows.run()
@@ -87,17 +87,17 @@ def note_steps(passes: Sequence[RowPass]) -> None:
 def carry_out(passes: Sequence[RowPass]) -> None:
     """Runs passes that belong together: all of them or none, as after an exception in between whoever uses the rows
     next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked them."""
-    entries, among, done = [], [each.rows for each in passes], list[Pass]()
-    for each in passes:  # in this very frame, which the book remembers
+    records, among, done = [], [each.rows for each in passes], list[Pass]()
+    for each in passes:  # in this very frame, which the log remembers
         each.among, each.done = among, done
-        entries.append(each.cache.changes.begin(each))
+        records.append(each.cache.changes.begin(each))
     for each in passes:
         each.cache.rows_version += 1
         each.rows.run()
         done.append(each.rows)
     note_steps(passes)
-    for each, entry in zip(passes, entries, strict=True):
-        each.cache.changes.end(entry)
+    for each, record in zip(passes, records, strict=True):
+        each.cache.changes.clear(record)
     for each in passes:
         if isinstance(each.rows, CountedPass) and each.kept is not None:
             each.kept.replayed += each.rows.replayed
@@ -390,13 +390,13 @@ class HostCall(Call):
         return [(ids, edges, group.client) for group in groups]
 
     def catch_up(self) -> None:
-        with self.context.tables.placed.now.rows.again():
+        with self.context.tables.placed.now.rows.held():
             carry_out([RowPass(part.group, part.catch_up()) for part in self.parts])
             for part in self.parts:
                 part.is_caught_up = True
 
     def limit_norms(self, max_norm: float) -> None:
-        with self.context.tables.placed.now.rows.again():
+        with self.context.tables.placed.now.rows.held():
             carry_out([RowPass(part.group, part.limit_norms(max_norm)) for part in self.parts])
 
     @property
@@ -498,7 +498,7 @@ class HostCall(Call):
         forward.alone.catch_up()
 
     def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
-        with self.context.tables.placed.now.rows.again():
+        with self.context.tables.placed.now.rows.held():
             return is_as_looked_up(block) and self.parts[block].keep_caught_up()
 
 
@@ -540,7 +540,7 @@ def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
     """Takes an optimizer step in which no row has a gradient."""
     place = tables.placed.now
     todo: list[RowPass] = []
-    with place.rows.again():
+    with place.rows.held():
         for group in place.groups:
             assert isinstance(group, HostGroup)
             numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), [])
@@ -559,7 +559,7 @@ def _rows_of(tables: Sequence[TableSet]) -> Locks:
     """The locks of the rows of all caches of these tables. A plan on another thread may replace the arrays of a cache
     whose lock is free."""
     if len(tables) == 1:
-        return tables[0].placed.now.rows.again()
+        return tables[0].placed.now.rows.held()
     return Locks({group.cache for each in tables for group in each.placed.now.groups}, plans=False)
 
 

@@ -30,7 +30,7 @@ class PlanExecutor(Executor):
         waits for those that are being copied there."""
 
 
-class Made(Future[T]):
+class CompletedFuture(Future[T]):
     """A future that has come: a plan that was made at once, or the `error` that it has ended in. A step makes one for
     each forward that is planned ahead, and what others need to wait costs more than all else here."""
 
@@ -100,7 +100,7 @@ class Planned:
         if seen is None:
             seen, _ = seen_of([given for _, given in forwards])
         self.seen: list[list[Any] | None] = [*seen]
-        self._in_place: list[list[Any]] | None = None  # what they were, for `again`
+        self._in_place: list[list[Any]] | None = None  # what they were, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
         self._call: Call | None = None  # while some are left, once the plan has come to its end
@@ -131,7 +131,7 @@ class Planned:
         """What was planned, of all forwards, while none has come. Raises what planning has ended in."""
         return self.future.result()
 
-    def again(self, call: Call) -> Planned:
+    def rebind(self, call: Call) -> Planned:
         """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
         versions are others."""
         if self._in_place is None:
@@ -145,7 +145,7 @@ class Planned:
                     part = tensor, address, version if version < 0 else tensor._version, shape, stride
                 now.append(part)
             seen.append(now)
-        return Planned(self._forwards, Made(call), seen)
+        return Planned(self._forwards, CompletedFuture(call), seen)
 
     def wait(self) -> None:
         """Waits until planning has come to an end, if to an error."""

@@ -240,12 +240,12 @@ class RecordedPlans:
             with site.only.plan_lock, site.only.lock:
                 return self._plan_locked(call, site, form, batch)
         if not site.waits:
-            with site.locks.again():
+            with site.locks.held():
                 return self._plan_locked(call, site, form, batch)
-        with site.plan_locks.again():  # others may use rows while it waits for the host
+        with site.plan_locks.held():  # others may use rows while it waits for the host
             for group in site.groups:
                 group.cache.complete_last()
-            with site.locks.again():
+            with site.locks.held():
                 is_planned = self._plan_locked(call, site, form, batch)
             if not is_planned or form.kind.ahead or call.complete():
                 return is_planned
@@ -338,7 +338,7 @@ class Recorded:
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
-            group.cache.has_come(part.ticket)
+            group.cache.replayed_first(part.ticket)
         self._begin_transfers(call)
         groups[0].cache.recorded.add(self)
         self._taken(call, outs)
@@ -420,7 +420,7 @@ class Recorded:
         if len(counts) < len(self._groups):  # all look among the same ids
             counts *= len(self._groups)
         call.parts = [
-            part.again(group.cache.replanned(number, homes, overflow, ids))
+            part.rebind(group.cache.rebind(number, homes, overflow, ids=ids))
             for group, part, number, homes, overflow, ids in zip(
                 self._groups, self._parts, batches, self._homes, self._overflow, counts, strict=True
             )
@@ -457,7 +457,7 @@ class Recorded:
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
             for part, transfer, before in zip(call.parts, self._transfers, self._overflow, strict=True)
-            if transfer is not None and before.slotless
+            if transfer is not None and before.uncached
         )
 
     def _record_lookup(self, call: Recordable, outs: list[torch.Tensor]) -> bool:

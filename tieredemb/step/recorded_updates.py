@@ -87,7 +87,7 @@ class RecordedUpdates:
             *[grad.shape for its in grads for grad in its],
             *[each.data_ptr() for each in kept],
             *[0 if away.records is None else away.records.data_ptr() for away in overflow],
-            *[(away.weight, away.state) if away.slotless else None for away in overflow],
+            *[(away.weight, away.state) if away.uncached else None for away in overflow],
         )
         update = self._updates.get(key)
         if update is None:

@@ -99,7 +99,7 @@ def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
             group.cache.check_loadable()
             held[name] = group.cache.dirty_rows()
     tables.check_faults()
-    return held, joined_reasons(group.cache.doubts.reason for group in tables.groups)
+    return held, joined_reasons(group.cache.suspects.reason for group in tables.groups)
 
 
 def joined_reasons(reasons: Iterable[str]) -> str:
@@ -213,7 +213,7 @@ def warn_of_left(found: checkpoint.Opened, *, stacklevel: int) -> None:
 
 def check_replaceable(tables: TableSet) -> None:
     """Raises `StorageError` while batches are in flight, but of a broken cache, which gives them up."""
-    is_broken = any(group.cache.doubts.reason for group in tables.groups)
+    is_broken = any(group.cache.suspects.reason for group in tables.groups)
     for group in tables.groups:
         if is_broken:  # nothing can be done with batches in flight
             group.cache.give_up_batches()

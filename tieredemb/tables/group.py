@@ -90,7 +90,7 @@ class Group(abc.ABC):
                 self.kept = cold.history.of[0]
             self._make_cache(cold)
             self._connect()
-            self.cache.doubts.all_parts = self._parts()
+            self.cache.suspects.all_parts = self._parts()
             if not opened:
                 self.adopt()
         except BaseException:
@@ -184,7 +184,7 @@ class Group(abc.ABC):
         return [int(key) for key in self.space.start] if self.config.apart else []
 
     def _parts(self) -> frozenset[Part]:
-        """What may be in doubt of the rows, table by table: their weights, and their state where they have any."""
+        """What may be suspect of the rows, table by table: their weights, and their state where they have any."""
         kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
         return frozenset((int(table), kind) for table in self.space.tables for kind in kinds)
 

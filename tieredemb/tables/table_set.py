@@ -87,7 +87,7 @@ class Place:
     refuses: one, or that of each group where these look among ids of their own; none on the CPU · `faults`: the first
     one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
     before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
-    `again()`."""
+    `held()`."""
 
     def __init__(
         self,
@@ -482,12 +482,12 @@ class TableSet:
                     group.import_weights(key + first, new)
 
     def part(self, table: int, kind: str) -> Part:
-        """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
+        """What may be suspect of a table, its "weight" or its "state", as the cache's owner names it."""
         return table, kind
 
     @property
     def parts(self) -> list[Part]:
-        """All that may be in doubt of its tables."""
+        """All that may be suspect of its tables."""
         return [self.part(table, kind) for table in range(len(self.config.tables)) for kind in ("weight", "state")]
 
     def reserve(self, table: int) -> None:
@@ -637,7 +637,7 @@ class TableSet:
         self, call: str, parts: Iterable[Part] | None = None, *, calls_inside: bool = False
     ) -> Iterator[HalfWritten]:
         """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
-        all, hot and cold. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of
+        all, hot and cold. Interrupted after it `has_begun`, it leaves them suspect, and done, it clears suspects of
         them. `calls_inside`: whether it reads rows and plans meanwhile, as others do."""
         with self.locked():
             change = HalfWritten(
@@ -645,22 +645,22 @@ class TableSet:
             )
             for group in self.groups:
                 group.cache.check_loadable(change.parts)
-            entries = []
+            records = []
             for group in self.groups:
-                entries.append(group.cache.changes.begin(change, up=3))
+                records.append(group.cache.changes.begin(change, up=3))
             try:
                 self._replaced += 1
                 yield change
             except BaseException as error:
                 for group in self.groups:
                     group.cache.changes.note(error)
-                if not change.has_begun:  # nothing is to be settled, and an entry keeps what its call holds alive
-                    for group, entry in zip(self.groups, entries, strict=True):
-                        group.cache.changes.end(entry)
+                if not change.has_begun:  # nothing is to be recovered, and a record keeps what its call holds alive
+                    for group, record in zip(self.groups, records, strict=True):
+                        group.cache.changes.clear(record)
                 raise
-            for group, entry in zip(self.groups, entries, strict=True):
-                group.cache.changes.end(entry)
-                group.cache.doubts.dispel(change.parts)
+            for group, record in zip(self.groups, records, strict=True):
+                group.cache.changes.clear(record)
+                group.cache.suspects.clear(change.parts)
 
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""

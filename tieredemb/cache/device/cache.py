@@ -25,10 +25,10 @@ from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
-from tieredemb.cache.device.planner import LaterRows, Planner, Unfinished
+from tieredemb.cache.device.planner import DeferredRows, Planner, Unfinished
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import DeferredTransfer, RecordedTransfer, Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
@@ -51,16 +51,16 @@ LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
 class NextPlan(NamedTuple):
     """What the launches of the next plan will depend on but its ids: `lag`, how many batches before it lock their rows
-    · `slotless`: whether rows may be left without a slot · `records`: the address of the table of those, and `away`:
+    · `uncached`: whether rows may be left without a slot · `records`: the address of the table of those, and `away`:
     that of their weights."""
 
     lag: int
-    slotless: bool
+    uncached: bool
     records: int
     away: int
 
 
-ALL_RESIDENT = NextPlan(lag=0, slotless=False, records=0, away=0)
+ALL_RESIDENT = NextPlan(lag=0, uncached=False, records=0, away=0)
 
 
 class DeviceCache(Cache):
@@ -90,7 +90,7 @@ class DeviceCache(Cache):
         self.plan_pool, self.compute_pool = GraphPool(), GraphPool()
         self._recorded: NextPlan | None = None  # the plan that is being recorded
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
-        self._later: weakref.WeakSet[LaterRows] = weakref.WeakSet()
+        self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
         self._ledger = Ledger(self._book, lock_window)
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
@@ -159,8 +159,8 @@ class DeviceCache(Cache):
                     self.is_in_graph |= captured and threading.get_ident() not in CAPTURING
                     begun = self._ledger.begin(captured=captured)
                     if self._recorded is not None and self.hot.slots:
-                        slotless = self._planner.may_lack_slots(keys.shape[0], begun.locked, slotless=begun.slotless)
-                        if (begun.lag, slotless) != (self._recorded.lag, self._recorded.slotless):
+                        uncached = self._planner.may_lack_slots(keys.shape[0], begun.locked, uncached=begun.uncached)
+                        if (begun.lag, uncached) != (self._recorded.lag, self._recorded.uncached):
                             raise RuntimeError("batches were released while a plan was captured")
                     self._planner.check_size(keys.shape[0], begun)
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
@@ -201,8 +201,8 @@ class DeviceCache(Cache):
             if self._planner.is_over:
                 return
             self._check_open()
-            self._settle()
-            self._planner.finish_last(usable=not self.doubts.reason)
+            self._recover()
+            self._planner.finish_last(usable=not self.suspects.reason)
 
     def aside(self, function: Beside) -> torch.cuda.Event:
         """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
@@ -213,7 +213,7 @@ class DeviceCache(Cache):
 
     def overflow(self, tickets: Sequence[DeviceTicket]) -> OverflowRows:
         """Where the rows of `tickets` lie now that have no slot."""
-        last = max(tickets, key=lambda ticket: (ticket.overflow.slotless, ticket.batch))
+        last = max(tickets, key=lambda ticket: (ticket.overflow.uncached, ticket.batch))
         return self._transfer.overflow_now(last.overflow)
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ class DeviceCache(Cache):
         self._order.whole()
         if self.hot.slots == 0:
             return ALL_RESIDENT
-        lag, locked, slotless = self._ledger.next_locks()
+        lag, locked, uncached = self._ledger.next_locks()
         if not self._transfer.may_record():
             return None
-        if self._planner.may_lack_slots(ids, locked, slotless=slotless):
+        if self._planner.may_lack_slots(ids, locked, uncached=uncached):
             self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
             return NextPlan(lag, True, self._plan.records.table.data_ptr(), self._transfer.overflow(True).weight)
         return NextPlan(lag, False, 0, 0)
@@ -272,21 +272,15 @@ class DeviceCache(Cache):
 
     def overflow_of(self, plan: NextPlan) -> OverflowRows:
         """Where rows without a slot are, for a plan that may have such."""
-        return self._transfer.overflow(plan.slotless)
+        return self._transfer.overflow(plan.uncached)
 
     def has_slots_for(self, ids: int) -> bool:
         """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
         of plans and rows."""
         if self.hot.slots == 0:
             return True
-        _, locked, slotless = self._ledger.next_locks()
-        return not self._planner.may_lack_slots(ids, locked, slotless=slotless)
-
-    def replanned(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, ids: int) -> DeviceTicket:
-        """The flight of `batch`, of so many ids, which the replay of a recorded plan has planned, to `homes`."""
-        ticket = self._planner.ticket(batch, homes, overflow, ids)
-        ticket.kept = ()  # it counts where it was planned first
-        return ticket
+        _, locked, uncached = self._ledger.next_locks()
+        return not self._planner.may_lack_slots(ids, locked, uncached=uncached)
 
     def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer) -> None:
         """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
@@ -295,9 +289,28 @@ class DeviceCache(Cache):
             self._planner.leave_pending(ticket, pending)
         self._order.after_plan()
 
-    def has_come(self, ticket: DeviceTicket) -> None:
+    def replayed_first(self, ticket: DeviceTicket) -> None:
         """The plan of `ticket`, which was recorded, was replayed for the first time, right behind."""
         ticket.ready, ticket.kept = self._order.planned(), ()
+
+    def rebind(
+        self,
+        batch: int,
+        homes: torch.Tensor,
+        overflow: OverflowRows,
+        *,
+        ids: int = 0,
+        deferred: DeferredTransfer | None = None,
+    ) -> DeviceTicket:
+        """The flight of `batch`, which a replay has planned to where an earlier plan was: to its `homes`, with rows
+        without a slot where that had them. `ids`: whose rows it locks, unless `replayed` has counted these ·
+        `deferred`: the transfer of the earlier plan, if it has left rows for later."""
+        with self.plan_lock, self.lock:
+            ticket = self._planner.ticket(batch, homes, overflow, ids)
+            ticket.kept = ()  # it counts where it was planned first
+            if deferred is not None:
+                self._planner.leave(ticket, deferred.rebind())
+            return ticket
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
@@ -320,7 +333,7 @@ class DeviceCache(Cache):
         self.cold.begin_changes()
         self._order.whole()
         records = self._plan.records.table
-        if any(ticket.overflow.slotless and ticket.overflow.names is not records for ticket in known):
+        if any(ticket.overflow.uncached and ticket.overflow.names is not records for ticket in known):
             return False
         return self._ledger.may_replay((ticket.batch for ticket in known), last, replays)
 
@@ -350,32 +363,22 @@ class DeviceCache(Cache):
         with self.plan_lock, self.lock:
             return self._ledger.replayed(replays)
 
-    def reopen(self, ticket: DeviceTicket, batch: int) -> DeviceTicket:
-        """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
-        with self.plan_lock, self.lock:
-            again = DeviceTicket(batch, ticket.homes, ticket.overflow, self._book)
-            again.kept = ()  # it counts where it was planned first
-            self._ledger.open(again)
-            if ticket.later is not None:
-                self._planner.leave(again, ticket.later.again())
-            return again
-
     # --- rows that are left for later, by the steps that are captured -----------------------------------------------
 
     @contextlib.contextmanager
-    def rows_later(self, later: LaterRows) -> Iterator[None]:
-        """Plans made inside, of one batch, leave what they have missed to `later`, where rows move by launches alone.
-        It comes with `complete_last`, or the next call that would find it missing. The caller holds the lock of
+    def defer_rows(self, deferred: DeferredRows) -> Iterator[None]:
+        """Plans made inside, of one batch, leave what they have missed to `deferred`, where rows move by launches
+        alone. It comes with `complete_last`, or the next call that would find it missing. The caller holds the lock of
         plans."""
-        self._later.add(later)
-        later.begin()
+        self._deferred.add(deferred)
+        deferred.begin()
         with contextlib.ExitStack() as after:
-            after.callback(setattr, self._planner, "later", None)
-            self._planner.later = later
+            after.callback(setattr, self._planner, "deferred", None)
+            self._planner.deferred = deferred
             yield
 
     def place_last(self) -> None:
-        """Gives slots to what the last plan has missed, if that was left for later: its rows may come from here on."""
+        """Gives slots to what the last plan has missed, if that was deferred: its rows may come from here on."""
         with self.plan_lock, on_device(self.device):
             self._planner.place_last()
 
@@ -397,10 +400,10 @@ class DeviceCache(Cache):
             else:
                 self._planner.restore()
 
-    def rows_came(self, tickets: Sequence[DeviceTicket]) -> None:
+    def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""
         with self.plan_lock, self.lock:
-            self._planner.have_come(tickets)
+            self._planner.rows_arrived(tickets)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -492,7 +495,7 @@ class DeviceCache(Cache):
                 found.append((slots + first_key, slots + first_slot))
             parts = [(keys, hot.weight[at], hot.state[at].view(torch.int32), hot.score[at]) for keys, at in found]
             rows_of = [(keys, weight, torch.cat([state, score[:, None]], 1)) for keys, weight, state, score in parts]
-            rows_of += self._transfer.slotless_rows()
+            rows_of += self._transfer.uncached_rows()
             keys, weight, state = (torch.cat(each).cpu() for each in zip(*rows_of, strict=True))
         order = torch.argsort(keys)
         carrier = self.cold.layout.carrier
@@ -513,7 +516,7 @@ class DeviceCache(Cache):
         emptied, and all others written back. The cache begins anew, without rows. Synchronises."""
         with self.entered(checked=True):
             synchronize(self.device)
-            others = [each for each in self._planner.missed_later() if each is not missed and not each.is_over]
+            others = [each for each in self._planner.missed_deferred() if each is not missed and not each.is_over]
             for each in (missed, *others):
                 homes = self._plan.placed(each)
                 slots = homes[homes >= 0]
@@ -530,7 +533,7 @@ class DeviceCache(Cache):
         self._transfer.write_back(0, self.hot.slots, None)
         for first_key, first_slot, rows in self.hot.resident:
             self._transfer.write_back(first_slot, rows, first_key)
-        self._transfer.write_back_slotless()
+        self._transfer.write_back_uncached()
         synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
@@ -556,7 +559,7 @@ class DeviceCache(Cache):
             for first_key, first_slot, rows in self.hot.resident:
                 low, high = max(start, first_key), min(stop, first_key + rows)
                 self._load_range(low, first_slot + low - first_key, high - low)
-            self._transfer.reload_slotless()
+            self._transfer.reload_uncached()
 
     def check_idle(self, call: str) -> None:
         with self.whole():
@@ -623,7 +626,7 @@ class DeviceCache(Cache):
             batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
             batch["records"] = self._plan.records.size_bytes()
             batch["recorded"] = sum(each.size_bytes() for each in self.recorded)
-            batch["later"] = sum(each.size_bytes() for each in self._later)
+            batch["deferred"] = sum(each.size_bytes() for each in self._deferred)
             return {
                 "cache": self.hot.size_bytes(),
                 "batch": batch | self._transfer.size_bytes(),

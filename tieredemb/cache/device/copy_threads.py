@@ -38,7 +38,7 @@ from tieredemb.cache.device.copy_threads_cpu import (
     job_give_up,
     jobs_serve,
     jobs_watch,
-    report_has_come,
+    report_is_there,
 )
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.kernels.parallel_cpu import num_threads
@@ -65,13 +65,13 @@ class MissReport(NamedTuple):
         return self.words[REPORT_WORDS : REPORT_WORDS + rows]
 
     @property
-    def has_come(self) -> bool:
+    def is_there(self) -> bool:
         """Whether it is there, or a later one."""
         return int(self.words[REPORT_NUMBER]) >= self.number
 
     def wait(self) -> None:
         """Returns once it is there, which may be before its event. Raises what the GPU has failed with."""
-        while not report_has_come(self.words.data_ptr(), self.number, MOST_LOOKS):
+        while not report_is_there(self.words.data_ptr(), self.number, MOST_LOOKS):
             self.event.query()  # type: ignore[no-untyped-call]
 
 
@@ -241,7 +241,7 @@ def _most_helpers() -> int:
 
 def _is_awaited(job: CopyJob | None) -> bool:
     """Whether the job's report has yet to come. That of a GPU that has failed never will."""
-    return job is not None and job.report is not None and not job.report.has_come
+    return job is not None and job.report is not None and not job.report.is_there
 
 
 _THREADS: dict[int, CopyThreads] = {}  # by process: a fork leaves the threads behind

@@ -159,7 +159,7 @@ def job_give_up(board: int) -> None:
 
 
 @jit
-def report_has_come(report: int, number: int, looks: int) -> bool:
+def report_is_there(report: int, number: int, looks: int) -> bool:
     """Whether the report of that number, or a later one, is there. Looks for it `looks` times at most, and naps between
     those beyond the first."""
     for look in range(looks):
@@ -182,7 +182,7 @@ def jobs_watch(board: int) -> None:
         rows, report, number, helpers = (
             load_long(waiting), load_long(waiting + 72), load_long(waiting + 80), load_long(waiting + 88),
         )  # fmt: skip
-        while not report_has_come(report, number, LOOKS + 1) and atomic_load(board + GIVEN_UP) == 0:
+        while not report_is_there(report, number, LOOKS + 1) and atomic_load(board + GIVEN_UP) == 0:
             pass
         count = load_long(report)
         if atomic_load(board + GIVEN_UP) == 0 and count <= rows:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.changes import ChangeBook
+from tieredemb.cache.changes import IntentLog
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
-from tieredemb.cache.device.transfer import FINISHED, LaterTransfer, PendingTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import FINISHED, DeferredTransfer, PendingTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
@@ -34,7 +34,7 @@ class InPlace(Transfer):
         moves: RowMoves,
         *,
         side: SideStream,
-        changes: ChangeBook,
+        changes: IntentLog,
     ) -> None:
         """`changes`: those of plans."""
         self._hot = hot
@@ -44,9 +44,9 @@ class InPlace(Transfer):
         self._changes = changes
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
 
-    def overflow(self, slotless: bool) -> OverflowRows:
+    def overflow(self, uncached: bool) -> OverflowRows:
         records = self._plan.records.table
-        return OverflowRows(slotless, self._weight, self._state, records, records)
+        return OverflowRows(uncached, self._weight, self._state, records, records)
 
     def make_room(self, rows: int) -> None:
         self._plan.records.reserve(rows)
@@ -72,28 +72,28 @@ class InPlace(Transfer):
         self._plan.place(plan.missed, lag=lag)
 
     def _publish(self, plan: BatchPlan) -> None:
-        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.slotless))
+        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.uncached))
         if plan.beside:
             plan.beside()
 
     def _bring(self, plan: BatchPlan) -> None:
         self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True)
-        self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.slotless))
+        self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.uncached))
 
     # --- rows left for later ----------------------------------------------------------------------------------------
 
-    def later(self, plan: BatchPlan) -> LaterTransfer:
-        return LaterInPlace(self, plan)
+    def deferred(self, plan: BatchPlan) -> DeferredTransfer:
+        return DeferredInPlace(self, plan)
 
-    def publish_later(self, plan: BatchPlan) -> torch.cuda.Event | None:
+    def publish_deferred(self, plan: BatchPlan) -> torch.cuda.Event | None:
         """Returns what comes once that is done which needs homes but no rows."""
-        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.slotless))
+        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.uncached))
         if not plan.beside:
             return None
         self._side.mark()
         return self._side.run(plan.beside)
 
-    def bring_later(self, plan: BatchPlan) -> None:
+    def bring_deferred(self, plan: BatchPlan) -> None:
         """Brings the rows of a plan that were left for later."""
         with self.changing(plan):
             self._bring(plan)
@@ -114,7 +114,7 @@ class InPlace(Transfer):
         )  # fmt: skip
 
 
-class LaterInPlace(LaterTransfer):
+class DeferredInPlace(DeferredTransfer):
     """Slots pass over at once, unless rows may be left without one: then the cache may have no room for those of three
     batches, and victims are chosen as late as can be, when fewer rows are locked."""
 
@@ -129,8 +129,8 @@ class LaterInPlace(LaterTransfer):
         return self._plan.missed
 
     @property
-    def places_later(self) -> bool:
-        return self._plan.slotless
+    def defers_places(self) -> bool:
+        return self._plan.uncached
 
     def place(self, lag: int) -> None:
         if not self._is_placed:
@@ -142,20 +142,20 @@ class LaterInPlace(LaterTransfer):
         if self._is_published:
             return
         with self._transfer.changing(self._plan):
-            self._aside = self._transfer.publish_later(self._plan)
+            self._aside = self._transfer.publish_deferred(self._plan)
             self._is_published = True
-        if self._aside is not None and not self.places_later:  # `finish` may be another capture's
+        if self._aside is not None and not self.defers_places:  # `finish` may be another capture's
             self._aside.wait(current_stream())
             self._aside = None
 
     def finish(self) -> None:
-        self._transfer.bring_later(self._plan)
+        self._transfer.bring_deferred(self._plan)
         if self._aside is not None:
             self._aside.wait(current_stream())
             self._aside = None
         self.is_finished = True
 
-    def again(self) -> LaterInPlace:
-        again = LaterInPlace(self._transfer, self._plan)
-        again._is_placed = again._is_published = not self.places_later
-        return again
+    def rebind(self) -> DeferredInPlace:
+        rebound = DeferredInPlace(self._transfer, self._plan)
+        rebound._is_placed = rebound._is_published = not self.defers_places
+        return rebound

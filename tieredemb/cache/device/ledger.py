@@ -35,14 +35,14 @@ NOTHING_PLANNED = Replays()
 
 class Begun(NamedTuple):
     """A batch that is being planned. `number`: its own · `captured`: whether as part of a captured step · `oldest`:
-    rows used at or after this batch are locked · `locked`: ids of the batches that lock them · `slotless`: whether one
+    rows used at or after this batch are locked · `locked`: ids of the batches that lock them · `uncached`: whether one
     of these may use rows without a slot."""
 
     number: int
     captured: bool
     oldest: int
     locked: int
-    slotless: bool
+    uncached: bool
 
     @property
     def lag(self) -> int:
@@ -106,9 +106,9 @@ class Ledger:
         """No batch is being planned."""
         self._planning = None
 
-    def open(self, flight: Flight, ids: int = 0, slotless: bool = False) -> None:
-        """A batch is in flight: it locks the rows of that many ids, and `slotless` may use rows without a slot."""
-        self._book.open(flight, ids, slotless)
+    def open(self, flight: Flight, ids: int = 0, uncached: bool = False) -> None:
+        """A batch is in flight: it locks the rows of that many ids, and `uncached` may use rows without a slot."""
+        self._book.open(flight, ids, uncached)
 
     def hold(self) -> Hold:
         """Keeps locked what is in flight or being planned now, until the hold ends."""

@@ -95,11 +95,11 @@ PlanOf = int | torch.Tensor | None  # whose plan it is: a client's, those of int
 
 @dataclass(frozen=True)
 class OverflowRows:
-    """Where a batch uses the rows that have no slot. `slotless`: whether the batch may have such rows · `weight`,
+    """Where a batch uses the rows that have no slot. `uncached`: whether the batch may have such rows · `weight`,
     `state`: addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their
     keys, or None where record r has row r · `names`: those `Record`s in any case, where there are any."""
 
-    slotless: bool
+    uncached: bool
     weight: int
     state: int
     records: torch.Tensor | None
@@ -113,10 +113,10 @@ class OverflowRows:
     @property
     def flags(self) -> tuple[str, ...]:
         """What kernels are compiled with to look there."""
-        return ("-DSLOTLESS",) if self.slotless else ()
+        return ("-DUNCACHED",) if self.uncached else ()
 
 
-NO_OVERFLOW = OverflowRows(slotless=False, weight=0, state=0, records=None)
+NO_OVERFLOW = OverflowRows(uncached=False, weight=0, state=0, records=None)
 
 
 class Missed:
@@ -180,13 +180,13 @@ class Missed:
 
 class BatchPlan(NamedTuple):
     """A batch whose rows were found, before those that it misses are brought in. `homes`: int32 (N,), to be completed ·
-    `missed`: what it misses · `slotless`: whether rows may be left without a slot · `kind`: how it is planned ·
+    `missed`: what it misses · `uncached`: whether rows may be left without a slot · `kind`: how it is planned ·
     `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many batches
     before it lock their rows."""
 
     homes: torch.Tensor
     missed: Missed
-    slotless: bool
+    uncached: bool
     kind: PlanKind
     beside: Beside | None
     lag: int = 0
@@ -316,7 +316,7 @@ class DevicePlan:
             scoring.units_per_batch, lag, kind.scored, kind.ages, missed.claims, missed.cleared, self.selection,
             self._selection_units, records.whole, *self._planned(client),
         )  # fmt: skip
-        if overflow.slotless:
+        if overflow.uncached:
             clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags, *self.flags)
             clear(blocks_for(len(records.index), THREADS, MOST_BLOCKS), THREADS, records.whole)
             sort_out = kernel(PLAN, "records_index", *OPTIONS, *overflow.flags, *self.flags)

@@ -23,7 +23,7 @@ from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import DeferredTransfer, PendingTransfer, RecordedTransfer, Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
@@ -43,8 +43,8 @@ class Unfinished(NamedTuple):
     place: Place | None
 
 
-class LaterRows:
-    """What the plans of one batch have missed, whose rows are left for later: of one batch after the other the same
+class DeferredRows:
+    """What the plans of one batch have missed, whose rows are deferred: of one batch after the other the same
     memory, for captured steps. `behind`: the stream on which the rows of the batch before are on their way."""
 
     def __init__(self, behind: torch.cuda.Stream) -> None:
@@ -75,7 +75,7 @@ class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
     and so is taken for both · `unfinished`: transfers that have yet to finish, in their order: the next plan finishes
     them first, and so there is one at most, but while a captured step is replayed that begins another · `captured`:
-    those that there were when a capture began, until it was replayed · `later`: where plans are to leave rows for
+    those that there were when a capture began, until it was replayed · `deferred`: where plans are to leave rows for
     later, if they are · `recording`: of the plan that is being recorded, where its rows pass through the host."""
 
     hot: DeviceHotRows
@@ -87,8 +87,8 @@ class Planner:
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
     unfinished: list[Unfinished] = field(default_factory=list)
-    captured: list[tuple[DeviceTicket, LaterTransfer]] = field(default_factory=list)
-    later: LaterRows | None = None
+    captured: list[tuple[DeviceTicket, DeferredTransfer]] = field(default_factory=list)
+    deferred: DeferredRows | None = None
     recording: RecordedTransfer | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
@@ -104,10 +104,10 @@ class Planner:
         """Whether a plan of `n` ids may bring rows in: else all rows that it finds are resident tables'."""
         return self.hot.slots > 0 and n > 0
 
-    def may_lack_slots(self, n: int, locked: int, *, slotless: bool) -> bool:
+    def may_lack_slots(self, n: int, locked: int, *, uncached: bool) -> bool:
         """Whether rows may be without a slot once `n` ids are planned, where batches in flight lock those of `locked`
-        ids, and may have some without (`slotless`)."""
-        return slotless or locked + n > self.hot.slots
+        ids, and may have some without (`uncached`)."""
+        return uncached or locked + n > self.hot.slots
 
     def plan(
         self,
@@ -129,27 +129,27 @@ class Planner:
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, kind, client=client, beside=beside)
             return ticket
-        slotless = self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
-        if slotless:
+        uncached = self.may_lack_slots(n, begun.locked, uncached=begun.uncached)
+        if uncached:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         device, lag = self.hot.weight.device, begun.lag
-        missed = Missed(n, device) if self.later is None else self.later.missed(n, device, self.order.memory())
+        missed = Missed(n, device) if self.deferred is None else self.deferred.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
-        overflow = self.transfer.overflow(slotless)
-        plan = BatchPlan(homes, missed, slotless, kind, beside, lag)
-        later = None if self.later is None else self.transfer.later(plan)
-        if later is not None:  # on the books before anything changes hands; what never comes to that moves nothing
+        overflow = self.transfer.overflow(uncached)
+        plan = BatchPlan(homes, missed, uncached, kind, beside, lag)
+        deferred = None if self.deferred is None else self.transfer.deferred(plan)
+        if deferred is not None:  # on the books before anything changes hands; what never comes to that moves nothing
             ticket = self.ticket(begun.number, homes, overflow)
-            self.leave(ticket, later)
+            self.leave(ticket, deferred)
         self.launches.begin(missed, kind, lag=lag, client=client, overflow=overflow)
         if given is not None:
             given.wait(current_stream())
-        self.launches.find(keys, homes, missed, scored=kind.scored, overflow=overflow, may_arrive=later is not None)
-        if later is not None:
-            if not later.places_later:
-                later.place(lag)
-                later.publish()
+        self.launches.find(keys, homes, missed, scored=kind.scored, overflow=overflow, may_arrive=deferred is not None)
+        if deferred is not None:
+            if not deferred.defers_places:
+                deferred.place(lag)
+                deferred.publish()
             return ticket
         if self.recording is not None:
             self.recording.start(plan)
@@ -168,10 +168,10 @@ class Planner:
         ticket.is_complete = False
         self.unfinished.append(Unfinished(ticket, pending, self.order.place()))
 
-    def leave(self, ticket: DeviceTicket, later: LaterTransfer) -> None:
+    def leave(self, ticket: DeviceTicket, deferred: DeferredTransfer) -> None:
         """The rows of `ticket` are left for later."""
-        ticket.later, ticket.is_complete = later, False
-        self.unfinished.append(Unfinished(ticket, later, None))
+        ticket.deferred, ticket.is_complete = deferred, False
+        self.unfinished.append(Unfinished(ticket, deferred, None))
 
     def restore(self) -> None:
         """Outside of a capture: what one has finished that was given up, or whose first replay nobody has seen, is
@@ -181,31 +181,31 @@ class Planner:
         tickets = [ticket for ticket, _ in self.captured]
         for ticket in tickets:
             ticket.is_complete = False
-        again = [Unfinished(ticket, later.again(), None) for ticket, later in self.captured]
-        self.unfinished = [*again, *(each for each in self.unfinished if each.ticket not in tickets)]
+        captured = [Unfinished(ticket, deferred.rebind(), None) for ticket, deferred in self.captured]
+        self.unfinished = [*captured, *(each for each in self.unfinished if each.ticket not in tickets)]
         self.captured = []
 
     def note_capture(self) -> None:
         """A capture begins, which will finish what is unfinished; that counts once it was replayed."""
         self.captured = [
-            (each.ticket, each.pending) for each in self.unfinished if isinstance(each.pending, LaterTransfer)
+            (each.ticket, each.pending) for each in self.unfinished if isinstance(each.pending, DeferredTransfer)
         ]
 
     def forget(self) -> None:
         """Slots are emptied: nothing is to come any more."""
-        for missed in self.missed_later():
+        for missed in self.missed_deferred():
             missed.have_moved()
         for ticket in (*(ticket for ticket, _ in self.captured), *(each.ticket for each in self.unfinished)):
             ticket.failed = ticket.is_complete = True
         self.unfinished, self.captured = [], []
 
-    def missed_later(self) -> list[Missed]:
+    def missed_deferred(self) -> list[Missed]:
         """What was left for later, and may have yet to come."""
-        pending = [later for _, later in self.captured]
-        pending += [each.pending for each in self.unfinished if isinstance(each.pending, LaterTransfer)]
-        return [later.missed for later in pending]
+        pending = [deferred for _, deferred in self.captured]
+        pending += [each.pending for each in self.unfinished if isinstance(each.pending, DeferredTransfer)]
+        return [deferred.missed for deferred in pending]
 
-    def have_come(self, tickets: Collection[DeviceTicket]) -> None:
+    def rows_arrived(self, tickets: Collection[DeviceTicket]) -> None:
         """A replay has brought the rows of `tickets`."""
         for ticket in tickets:
             ticket.is_complete = True
@@ -232,8 +232,8 @@ class Planner:
         self.restore()
         while self.unfinished:
             ticket, pending, place = self.unfinished[0]
-            if place is None:  # whatever is in doubt, its slots have changed hands
-                self._finish_later(ticket, pending)
+            if place is None:  # whatever is suspect, its slots have changed hands
+                self._finish_deferred(ticket, pending)
                 del self.unfinished[0]
             else:
                 del self.unfinished[0]
@@ -244,7 +244,7 @@ class Planner:
 
     def _finish(self, ticket: DeviceTicket, pending: PendingTransfer, place: Place) -> None:
         ticket.failed = True
-        with self.order.again(place), marked("plan"):
+        with self.order.resumed(place), marked("plan"):
             try:
                 with marked("swap"):
                     pending.finish()
@@ -256,10 +256,10 @@ class Planner:
                 self._arrives(ticket)
                 ticket.is_complete = True
 
-    def _finish_later(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
+    def _finish_deferred(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
         """Slots have changed hands, or are about to: it stays on the books until all is launched."""
-        if self.later is not None:  # another plan of the same batch
-            current_stream().wait_stream(self.later.behind)
+        if self.deferred is not None:  # another plan of the same batch
+            current_stream().wait_stream(self.deferred.behind)
         with self.rows_lock:
             self.order.whole()
         with marked("plan"), marked("swap"):
@@ -297,6 +297,6 @@ class Planner:
         ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
             ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.ledger.open(ticket, ids if self.hot.slots else 0, overflow.slotless)
+            self.ledger.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
             ticket.ready = self.order.planned()
             return ticket

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.changes import ChangeBook
+from tieredemb.cache.changes import IntentLog
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
@@ -47,7 +47,7 @@ class Staged(Transfer):
         *,
         order: StreamOrder,
         rows_lock: contextlib.AbstractContextManager[bool],
-        changes: ChangeBook,
+        changes: IntentLog,
     ) -> None:
         """`rows_lock`: guards what computes · `changes`: those of plans."""
         self._layout = cold.layout
@@ -70,15 +70,15 @@ class Staged(Transfer):
     def restart(self) -> None:
         layout = self._layout
         self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
-        self._slotless = 0  # rows without a slot
+        self._uncached = 0  # rows without a slot
         self._weight = torch.empty((0, layout.columns), dtype=layout.device_dtype, device=self._device)
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self._device)
 
-    def overflow(self, slotless: bool) -> OverflowRows:
-        return OverflowRows(slotless, self._weight.data_ptr(), self._state.data_ptr(), None, self._plan.records.table)
+    def overflow(self, uncached: bool) -> OverflowRows:
+        return OverflowRows(uncached, self._weight.data_ptr(), self._state.data_ptr(), None, self._plan.records.table)
 
     def overflow_now(self, planned: OverflowRows) -> OverflowRows:
-        return self.overflow(planned.slotless)  # a later plan may have moved them to larger arrays
+        return self.overflow(planned.uncached)  # a later plan may have moved them to larger arrays
 
     def follow(self) -> None:
         if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # or it was waited for outside
@@ -90,7 +90,7 @@ class Staged(Transfer):
         self._copies.finish()
 
     def retire(self, lag: int) -> None:
-        if self._slotless == 0:
+        if self._uncached == 0:
             return
         records = self._records()
         last = self._plan.records.table.view(torch.int32)[records, places().last_batch]
@@ -99,7 +99,7 @@ class Staged(Transfer):
         gone = records[last - oldest < 0]
         self._store(gone)
         self._plan.records.free(gone)
-        self._slotless -= len(gone)
+        self._uncached -= len(gone)
 
     def start(self, plan: BatchPlan) -> PendingTransfer:
         expected = self.expect(self._reports, plan.missed.n)
@@ -122,7 +122,7 @@ class Staged(Transfer):
         many of the rows that leave as there is `room` for."""
         launches, missed, report = self._plan, plan.missed, expected.report
         launches.choose(missed)
-        launches.settle(plan.homes, missed, self.overflow(plan.slotless), commit=False)
+        launches.settle(plan.homes, missed, self.overflow(plan.uncached), commit=False)
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
@@ -142,7 +142,7 @@ class Staged(Transfer):
         return pending
 
     def may_record(self) -> bool:
-        return self._slotless == 0  # to retire them asks the device, and is no part of a recorded plan
+        return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
 
     def recording(self, ids: int) -> RecordedTransfer:
         return RecordedStaged(self, ids, self._layout, self._device)
@@ -161,7 +161,7 @@ class Staged(Transfer):
         new = count - misses.with_slots
         graph = None if new else pending.graph
         if new:
-            launches.records.reserve(self._slotless + new)
+            launches.records.reserve(self._uncached + new)
             self._grow(launches.records.rows)
         with slots_change_hands(self._changes, missed):
             if graph is None:
@@ -169,7 +169,7 @@ class Staged(Transfer):
             else:
                 graph.replay([weight.data_ptr(), state.data_ptr()])
             came.copied.record(current_stream())
-            self._slotless += new
+            self._uncached += new
             sent.synchronize()
             if misses.leaving.shape[0]:
                 keys = self._leaving.keep(misses.leaving)  # the next plan reports others there
@@ -183,7 +183,7 @@ class Staged(Transfer):
     ) -> None:
         """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie
         in pinned memory; the `new` last ones of as many have no slot."""
-        missed, overflow = plan.missed, self.overflow(plan.slotless)
+        missed, overflow = plan.missed, self.overflow(plan.uncached)
         self._plan.settle(plan.homes, missed, overflow, commit=True)
         self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
@@ -294,14 +294,14 @@ class Staged(Transfer):
         for some_keys, some_slots in zip(torch.split(keys, STAGE_ROWS), torch.split(slots, STAGE_ROWS), strict=True):
             self._moves.load(0, some_keys, some_slots, *self._in(some_keys.cpu()), self.overflow(False))
 
-    def write_back_slotless(self) -> None:
+    def write_back_uncached(self) -> None:
         self._store(self._records())
 
-    def slotless_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def uncached_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         records = self._records()
         return [(self._key(records), self._weight[records], self._state[records])]
 
-    def reload_slotless(self) -> None:
+    def reload_uncached(self) -> None:
         for records in torch.split(self._records(), STAGE_ROWS):
             keys = self._key(records)
             weight, state = self._in(keys.cpu())

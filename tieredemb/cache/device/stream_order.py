@@ -28,8 +28,8 @@ class StreamOrder:
 
     Plans made `ahead` wait for what the computing stream had queued before, and it does not wait for them but where it
     uses their rows, or touches the cache as a whole. Inside a capture only the capture's own work is waited for: torch
-    lets the device finish all other before. All methods are called on the cache's device: `ahead`, `place` and `again`
-    under the lock of its plans, `memory` by any thread, the others under the lock of its rows.
+    lets the device finish all other before. All methods are called on the cache's device: `ahead`, `place` and
+    `resumed` under the lock of its plans, `memory` by any thread, the others under the lock of its rows.
 
     `plans_wait`: whether plans wait for the host, so that threads of their own may make them.
     """
@@ -143,11 +143,11 @@ class StreamOrder:
             self._planner, self._is_apart, self._after, self._done = outside
 
     def place(self) -> Place:
-        """Where the current plan is made, for `again`."""
+        """Where the current plan is made, for `resumed`."""
         return Place(current_stream(), self._after, torch.is_inference_mode_enabled())
 
     @contextlib.contextmanager
-    def again(self, place: Place) -> Iterator[None]:
+    def resumed(self, place: Place) -> Iterator[None]:
         """What was begun ahead in a place goes on there inside."""
         with inference(place.inference), on_stream(place.stream), self.ahead(place.after):
             yield

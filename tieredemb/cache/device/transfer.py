@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
+from tieredemb.cache.changes import Change, IntentLog, Suspect, interrupted
 from tieredemb.cache.device.plan import BatchPlan, Missed, OverflowRows
 from tieredemb.kernels.recording import Recording
 
@@ -37,7 +37,7 @@ class PendingTransfer(abc.ABC):
         the device and the storage. A storage that fails raises its error, and no row has changed."""
 
 
-class LaterTransfer(PendingTransfer):
+class DeferredTransfer(PendingTransfer):
     """The rows of a plan that are left for later, and may come while the next plan is made. What ends it may be
     launched again, by the replay of a captured step, or where an interrupt leaves open whether it was: the device
     knows."""
@@ -49,11 +49,11 @@ class LaterTransfer(PendingTransfer):
 
     @property
     @abc.abstractmethod
-    def places_later(self) -> bool:
+    def defers_places(self) -> bool:
         """Whether victims are chosen for later, too, and nothing changes hands before."""
 
     @abc.abstractmethod
-    def again(self) -> LaterTransfer:
+    def rebind(self) -> DeferredTransfer:
         """That of the plan that a replay makes where this one's was."""
 
 
@@ -121,14 +121,14 @@ class Transfer(abc.ABC):
         """Of a plan of `ids` ids that is to be recorded; None where launches alone move rows. May synchronise."""
         return None
 
-    def later(self, plan: BatchPlan) -> LaterTransfer | None:
+    def deferred(self, plan: BatchPlan) -> DeferredTransfer | None:
         """For a batch that is about to be planned, to be found behind that: leaves its rows for later. None where that
         is no use."""
         return None
 
     @abc.abstractmethod
-    def overflow(self, slotless: bool) -> OverflowRows:
-        """Where rows without a slot are now, for a batch that is `slotless` or not."""
+    def overflow(self, uncached: bool) -> OverflowRows:
+        """Where rows without a slot are now, for a batch that is `uncached` or not."""
 
     def overflow_now(self, planned: OverflowRows) -> OverflowRows:
         """Where the rows are now that a batch was `planned` to use without a slot."""
@@ -151,14 +151,14 @@ class Transfer(abc.ABC):
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Brings the cold rows `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs already."""
 
-    def write_back_slotless(self) -> None:  # noqa: B027
+    def write_back_uncached(self) -> None:  # noqa: B027
         """Writes the rows back that have no slot."""
 
-    def slotless_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def uncached_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Keys, weights and states with scores of rows without a slot that are not in cold storage."""
         return []
 
-    def reload_slotless(self) -> None:  # noqa: B027
+    def reload_uncached(self) -> None:  # noqa: B027
         """Reads the rows again that have no slot."""
 
     def restart(self) -> None:  # noqa: B027
@@ -176,23 +176,23 @@ class SlotsChangeHands(Change):
     def __init__(self, missed: Missed) -> None:
         self._missed = missed
 
-    def settle(self, cache: Any) -> Doubt:
+    def recover(self, cache: Any) -> Suspect:
         cache.drop_slots(self._missed)
-        return Doubt(interrupted("moving rows", self.cause))
+        return Suspect(interrupted("moving rows", self.cause))
 
 
 @contextlib.contextmanager
-def slots_change_hands(changes: ChangeBook, missed: Missed) -> Iterator[None]:
-    """What is done inside belongs together: interrupted, the next call settles it. Of a capture nothing has run.
+def slots_change_hands(changes: IntentLog, missed: Missed) -> Iterator[None]:
+    """What is done inside belongs together: interrupted, the next call recovers. Of a capture nothing has run.
     `changes`: those of plans."""
     if torch.cuda.is_current_stream_capturing():
         yield
         return
     change = SlotsChangeHands(missed)
-    entry = changes.begin(change, up=3)
+    record = changes.begin(change, up=3)
     try:
         yield
     except BaseException as error:
         changes.note(error)
         raise
-    changes.end(entry)
+    changes.clear(record)

@@ -49,7 +49,7 @@ COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 class _SlotsMove(Change):
     """Slots change hands: map and free slots may not say so yet."""
 
-    def settle(self, cache: Changed) -> None:
+    def recover(self, cache: Changed) -> None:
         assert isinstance(cache, HostCache)
         cache.derive()
 
@@ -161,7 +161,7 @@ class HostCache(Cache):
         numbering.unique_slots[missed] = slots
         self.hot.last_batch[slots] = stamp(batch)
         self._clients.planner = None
-        self.plan_changes.end(moving)
+        self.plan_changes.clear(moving)
 
     def _count_arrivals(
         self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, left: _Left
@@ -205,7 +205,7 @@ class HostCache(Cache):
         keys = self.hot.key[slots]
         dirty = self._evict(slots)
         self._count_rows(keys, dirty, evictions=np.ones(len(slots), np.int64))
-        self.plan_changes.end(moving)
+        self.plan_changes.clear(moving)
 
     def _make_room(self, rows: int, batch: int) -> tuple[Array, _Left]:
         """Empty slots for `rows` missed rows, int32, and what has left them: evicts what has to go, goes beyond the
@@ -286,7 +286,7 @@ class HostCache(Cache):
     def write_back(self) -> None:
         with self.whole():
             self._check_open()
-            self._settle()
+            self._recover()
             self.cold.metadata.policy = self.scoring.name
             self._write_back_slots(self.hot.occupied())
 
@@ -395,7 +395,7 @@ class HostCache(Cache):
         slots = self.hot.take(len(keys))
         self._fill(keys, slots)
         self.hot.last_batch[slots] = stamp(self._last)
-        self.plan_changes.end(moving)
+        self.plan_changes.clear(moving)
         return slots
 
     def _change_cold(self, keys: Array, change: Callable[[HotArrays, Array], None]) -> None:
@@ -423,10 +423,10 @@ class HostCache(Cache):
             self._pin()
 
     def stats(self, client: int | None = None) -> CacheStats:
-        if not self.plan_changes.entries:  # or a signal handler may ask amid a plan
+        if not self.plan_changes.records:  # or a signal handler may ask amid a plan
             with self.whole():
-                self._settle()
-        self.doubts.check()
+                self._recover()
+        self.suspects.check()
         return self.counted(client)
 
     def counted(self, client: int | None) -> CacheStats:

@@ -21,7 +21,7 @@ MOST_CUT = 4  # times that the end of a loop may cut a trial short
 SETTLE = 4  # steps after a change that are not timed, beside those that were planned before it
 
 
-class Pace:
+class Autotuner:
     """Of the loops over one `device`, whose steps plan `depth` batches ahead if `ahead`. Its calls come from the thread
     that runs the loop.
 
@@ -103,12 +103,12 @@ class Pace:
             self._parts, self._cut, self._left = [], 0, LAST
 
 
-class SharedPace:
-    """That of several ranks, which plan alike: as the first of them finds out by its `pace`, if it has one, and tells
-    the others with its forwards. A rank without one, as its storage is another, does as they do."""
+class SharedAutotuner:
+    """That of several ranks, which plan alike: as the first of them finds out by its `autotuner`, if it has one, and
+    tells the others with its forwards. A rank without one, as its storage is another, does as they do."""
 
-    def __init__(self, pace: Pace | None, agreement: Agreement) -> None:
-        self._pace, self._agreement = pace, agreement
+    def __init__(self, autotuner: Autotuner | None, agreement: Agreement) -> None:
+        self._autotuner, self._agreement = autotuner, agreement
 
     @property
     def ahead(self) -> bool:
@@ -116,16 +116,16 @@ class SharedPace:
         return self._agreement.plans_ahead
 
     def step(self) -> None:
-        """See `Pace.step`."""
-        if self._pace is not None:
-            self._pace.step()
-            self._agreement.offer(ahead=self._pace.ahead)
+        """See `Autotuner.step`."""
+        if self._autotuner is not None:
+            self._autotuner.step()
+            self._agreement.offer(ahead=self._autotuner.ahead)
 
     def leave(self) -> None:
-        """See `Pace.leave`."""
-        if self._pace is not None:
-            self._pace.leave()
-            self._agreement.offer(ahead=self._pace.ahead)
+        """See `Autotuner.leave`."""
+        if self._autotuner is not None:
+            self._autotuner.leave()
+            self._agreement.offer(ahead=self._autotuner.ahead)
 
 
 def _spans(events: list[torch.cuda.Event]) -> list[float]:
