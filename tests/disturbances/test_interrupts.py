@@ -118,7 +118,7 @@ def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
         disturbed += pair.run(lambda module, number=number: act(module, 101 + number), interrupts)
         reached += interrupts.count > at
     assert disturbed == reached
-    assert reached >= 0.5 * len(chosen)  # batches differ: some have fewer lines than the one that was counted
+    assert reached >= len(chosen) / 3  # acts differ: some have fewer lines than the one that was counted
 
 
 @pytest.mark.parametrize("name", ACTS)

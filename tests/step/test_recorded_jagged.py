@@ -112,8 +112,10 @@ class Each(nn.Module):
 @pytest.mark.parametrize("optimizer", [te.SGD(lr=0.1), te.Adam(lr=0.01)])
 @pytest.mark.parametrize("kind", ["constant", "with gradient", "frozen rows"])
 @pytest.mark.parametrize("tables", [1, 3])
-def test_weights_of_batches_that_were_planned_ahead(monkeypatch, replays, tables, kind, optimizer):
-    """They come with the forward, and one backward reaches several, each with room for more ids than it has."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weights_of_samples(monkeypatch, replays, ahead, tables, kind, optimizer):
+    """They come with the forward, which a plan that is made ahead does not know, and one backward reaches several, each
+    with room for more ids than it has."""
     configs = [
         te.TableConfig(name=f"t{at}", num_embeddings=rows, embedding_dim=8) for at, rows in enumerate((ROWS, 50, 9))
     ]
@@ -123,7 +125,7 @@ def test_weights_of_batches_that_were_planned_ahead(monkeypatch, replays, tables
         model.requires_grad_(kind != "frozen rows")
         random, found, waiting = torch.Generator("cpu").manual_seed(0), [], []
         batches = [bags_of(step, tables, rows=9, last=True) for step in range(2 * BATCHES)]
-        for number, (ids, offsets) in enumerate(te.prefetch(batches, model)):
+        for number, (ids, offsets) in enumerate(te.prefetch(batches, model) if ahead else batches):
             weights = torch.rand(len(ids), generator=random, device="cpu").cuda()
             weights.requires_grad_(kind != "constant")
             waiting.append((weights, model(ids, offsets, weights)))

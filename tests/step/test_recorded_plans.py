@@ -148,7 +148,7 @@ def test_gradients_of_weights_read_their_own_plan(monkeypatch, replays):
                 found.append(weights.grad)
         return found
 
-    assert both(monkeypatch, replays, run) == 0  # such a forward is launched
+    assert both(monkeypatch, replays, run) > STEPS
 
 
 def test_weights_of_a_batch_that_was_planned_ahead(monkeypatch, replays):

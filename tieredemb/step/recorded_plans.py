@@ -67,7 +67,8 @@ class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
     `Recordable` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
     `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and not a plain one,
-    else −1 · `kind`: see `Call.plan`."""
+    else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read · `kind`: see
+    `Call.plan`."""
 
     layout: Hashable
     rooms: tuple[int, ...]
@@ -78,6 +79,7 @@ class Form(NamedTuple):
     exact: bool
     places: Places | None
     stacked: int
+    weighted: bool
     kind: PlanKind
 
 
@@ -217,14 +219,14 @@ class RecordedPlans:
             site = self._site = _Site(call, self)
         ids, offsets = batch.ids, batch.offsets
         n = ids.shape[0]
-        # the gradient of weights reads what a plan leaves for longer
-        if n == 0 or batch.weights is not None or not site.is_recordable or torch.cuda.is_current_stream_capturing():
+        if n == 0 or not site.is_recordable or torch.cuda.is_current_stream_capturing():
             return False
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
         form = Form(
-            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, kind,
+            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked,
+            batch.weights is not None, kind,
         )  # fmt: skip
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
@@ -310,7 +312,7 @@ class Recorded:
         groups = self._groups = site.groups
         self._ids_in = call.ids_in(groups)
         self._output = call.output_shapes(), call.context.tables.config.output_dtype, site.device
-        pools = site.pools and form.stacked < 0 and min(map(min, self._output[0])) > 0
+        pools = site.pools and form.stacked < 0 and not form.weighted and min(map(min, self._output[0])) > 0
         later = form.kind.ahead or site.waits
         self._ahead, self._pools, self._pools_later = form.kind.ahead, pools and not later, pools and later
         with no_inference(), groups[0].cache.memory():
