@@ -186,3 +186,111 @@ def test_rooms_are_few_and_not_much_larger():
         assert n <= room <= max(n + LEAST_STEP - 1, n * (1 + 1 / STEPS))
     assert room_for(0) == 0
     assert len({room_for(n) for n in range(2**16, 2**17)}) <= STEPS + 1
+
+
+def single_ids_of(step, length=None):
+    """Ids of any number, (N,), or of bags of one `length`, (B, length)."""
+    random = torch.Generator("cpu").manual_seed(step)
+    count = int(torch.randint(1, 60, (), generator=random, device="cpu"))
+    shape = (count,) if length is None else (count, length)
+    skewed = torch.rand(shape, generator=random, device="cpu") ** 3 * ROWS
+    return skewed.long().cuda()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.01, weight_decay=0.1)])
+def test_rows_of_any_number_of_ids(monkeypatch, replays, capacity, optimizer, depth):
+    """Each id is a sample of its own, for which a plan has room too."""
+
+    def run():
+        model = te.TieredEmbedding(ROWS, 8, capacity=capacity, optimizer=optimizer, seed=3, padding_idx=5)
+        outputs = []
+        batches = [single_ids_of(step) for step in range(BATCHES)]
+        for number, ids in enumerate(te.prefetch(batches, model, depth) if depth else batches):
+            out = model(ids)
+            if number % 4 == 3:  # and two forwards of one backward, of other numbers of samples
+                out = torch.cat([out, model(single_ids_of(100 + number))])
+            out.mul_(1.5)  # it is nobody's view
+            out.square().sum().backward()
+            with torch.no_grad():
+                outputs += [out.detach().clone(), model(single_ids_of(200 + number))]
+        return [*outputs, *bits(model)]
+
+    assert both(monkeypatch, replays, run) > BATCHES // 2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_any_number_of_bags_of_one_length(monkeypatch, replays, mode, weighted):
+    if weighted and mode != "sum":
+        pytest.skip("weights are for sums")
+
+    def run():
+        bag = te.TieredEmbeddingBag(ROWS, 8, mode=mode, capacity=40, optimizer=te.Adagrad(lr=0.1), seed=3)
+        found = []
+        for step in range(2 * BATCHES):
+            total, kept = 0, []
+            for part in range(1 + step % 2):
+                ids = single_ids_of(2 * step + part, 1 + step % 3)
+                weights = torch.rand(ids.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+                given = {"per_sample_weights": weights.requires_grad_()} if weighted else {}
+                out = bag(ids, **given)
+                kept.append(weights)
+                found.append(out.detach().clone())
+                total = total + out.square().sum()
+            total.backward()
+            found += [weights.grad for weights in kept if weighted]
+        return [*found, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) > BATCHES // 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.SparseAdam])
+def test_converted_sequences(monkeypatch, replays, kind):
+    """Tables that are looked up by sequences as long as a batch's longest, clipped, and updated together."""
+
+    def run():
+        torch.manual_seed(0)
+        tables = [nn.Embedding(rows, 8, sparse=kind is torch.optim.SparseAdam) for rows in (ROWS, 50)]
+        model = Sequences(tables).cuda()
+        optimizer = kind(model.parameters(), lr=0.1)
+        te.replace_embedding_bags(model, capacity=0.3, optimizer=optimizer)
+        outputs = []
+        for step in range(BATCHES):
+            optimizer.zero_grad()
+            out = model(single_ids_of(step, 1 + step % 5), single_ids_of(50 + step) % 50)
+            out.square().sum().backward()
+            if kind is not torch.optim.SparseAdam:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            outputs.append(out.detach().clone())
+        return [*outputs, *model.state_dict().values()]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+class Sequences(nn.Module):
+    """The mean of each of two sequences, side by side."""
+
+    def __init__(self, tables):
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, *ids):
+        return torch.cat([table(its).reshape(-1, 8).mean(0) for table, its in zip(self.tables, ids, strict=True)])
+
+
+@pytest.mark.parametrize("length", [None, 3])
+def test_faults_beyond_room_are_those_of_the_batch(replays, length):
+    model = te.TieredEmbedding(ROWS, 8, capacity=40, optimizer=te.SGD(lr=0.1))
+    for step in range(BATCHES):
+        model(single_ids_of(step, length)).sum().backward()
+    before, count = bits(model), len(replays)
+    ids = single_ids_of(7, length)
+    ids.view(-1)[-1] = ROWS
+    model(ids).sum().backward()
+    assert len(replays) == count + 1
+    with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position {ids.numel() - 1}"):
+        model.flush()
+    assert_same_bits(bits(model), before)

@@ -17,12 +17,13 @@ struct Space {
 };
 
 // Edge k of the bags of all features; the last one may be left out and is then the number of ids. Without `offsets` all
-// bags are of `given` ids.
+// bags are of `given` ids, as long as there are some.
 struct Edges {
     const i64 *offsets;
     i64 given, n_ids;
     __device__ __forceinline__ i64 operator[](i64 k) const {
-        return !offsets ? k * given : k < given ? offsets[k] : n_ids;
+        if (offsets) return k < given ? offsets[k] : n_ids;
+        return k * given < n_ids ? k * given : n_ids;
     }
 };
 

@@ -53,6 +53,7 @@ class DeviceCall(Call):
     layout: Hashable = None  # of several forwards, what tells their batches apart (`BatchForm`)
     blocks = 1  # groups that have ids and outputs of their own, or one for all
     rooms: Sequence[int] = ()  # for how many ids its memory has room, of each block
+    samples = -1  # how many it has, where `batch` is for how many its memory has room
     # of an `alone` call: tensors that it has beside the memory of all, and the stream that made them
     own: Sequence[torch.Tensor] = ()
     made_on = 0
@@ -322,7 +323,8 @@ class DeviceCall(Call):
             part.join()
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        return self.pool_all(weights, differentiable=differentiable)[0]
+        (out,) = self.pool_all(weights, differentiable=differentiable)
+        return out if self.samples < 0 else out[: self.samples].data  # no view to autograd
 
     @ranged("lookup")
     def pool_all(self, weights: torch.Tensor | None, *, differentiable: bool) -> list[torch.Tensor]:

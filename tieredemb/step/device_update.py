@@ -159,8 +159,10 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
         taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
         scaling, stays = _scaling(sets, grads, taken)
 
+    counts = [len(grad) for grad in grads]
+
     def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
-        return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts]), None
+        return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts], counts), None
 
     faults = [call.memory.faults[call.block] for call in calls]
     _update_shared(tables, calls, [_Update(whole, faults, parts, grads, contexts, taken, scaling, stays, combined)])
@@ -345,7 +347,7 @@ class Combined:
     int32 (N,), of the trained occurrences · `samples`: bags a feature.
 
     `lookup`, `features`: of calls over several tables that share a cache, by what they are updated together, and which
-    feature of it each call is of.
+    feature of it each call is of · `counts`: samples of each call, where `grads` are put together already.
     """
 
     def __init__(
@@ -354,6 +356,7 @@ class Combined:
         grads: Sequence[torch.Tensor],
         lookup: DeviceLookup | None = None,
         features: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None:
         self._lookup = lookup or parts[0].group.lookup
         scales = [part.scale() for part in parts]
@@ -363,13 +366,14 @@ class Combined:
             self.homes, self.bag, self.samples = part.trained, part.bag, part.samples
             self._part: DeviceGroupCall | None = part
             return
-        samples = sum(len(grad) for grad in grads)
-        self.bag = torch.cat(_bags(parts, samples) if features is None else _bags_of(parts, features, samples))
+        counts = [len(grad) for grad in grads] if counts is None else counts
+        self.bag = torch.cat(_bags(parts, counts) if features is None else _bags_of(parts, features, counts))
         argmax, first = [], 0
         has_argmax = any(part.argmax is not None for part in parts)
-        for part in parts:
+        for part, count in zip(parts, counts, strict=True):
             if part.argmax is not None:
-                argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
+                winners = part.argmax[:count]
+                argmax.append(torch.where(winners < 0, winners, winners + first))
             elif has_argmax:  # of another mode: of its rows nobody asks
                 argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
             first += part.trained.shape[0]
@@ -380,7 +384,7 @@ class Combined:
             ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
             filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
             self.scale = torch.cat(filled)
-        self.homes, self.samples = torch.cat([part.trained for part in parts]), samples
+        self.homes, self.samples = torch.cat([part.trained for part in parts]), sum(counts)
         self._part = None
 
     def segments(self) -> Segments:
@@ -390,22 +394,22 @@ class Combined:
         )
 
 
-def _bags(parts: Sequence[DeviceGroupCall], samples: int) -> list[torch.Tensor]:
-    """The bags of the occurrences of each call, where all calls have `samples` samples together."""
-    bags, first = [], 0
-    for part in parts:
+def _bags(parts: Sequence[DeviceGroupCall], counts: Sequence[int]) -> list[torch.Tensor]:
+    """The bags of the occurrences of each call, of so many samples, where these count on."""
+    bags, first, samples = [], 0, sum(counts)
+    for part, count in zip(parts, counts, strict=True):
         feature = torch.div(part.bag, max(1, part.samples), rounding_mode="floor")
         bags.append(part.bag + feature * (samples - part.samples) + first)
-        first += part.samples
+        first += count
     return bags
 
 
-def _bags_of(parts: Sequence[DeviceGroupCall], features: Sequence[int], samples: int) -> list[torch.Tensor]:
+def _bags_of(parts: Sequence[DeviceGroupCall], features: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
     """The same of calls over one feature each: `features` of what they share."""
-    shifts, first = [], 0
-    for part, feature in zip(parts, features, strict=True):
+    shifts, first, samples = [], 0, sum(counts)
+    for feature, count in zip(features, counts, strict=True):
         shifts.append(feature * samples + first)
-        first += part.samples
+        first += count
     return list(torch._foreach_add([part.bag for part in parts], shifts))
 
 

@@ -63,6 +63,15 @@ def _rooms(counts: list[int], groups: Sequence[DeviceGroup]) -> list[int]:
     return rooms
 
 
+def _with_room_for_bags(call: Recordable, batch: Batch, length: int, groups: Sequence[DeviceGroup]) -> Batch:
+    """The batch of one table's bags of one length, as one of as many bags as a plan has room for: the last ones are
+    empty. `call` is told so. The caller holds the locks of plans and rows."""
+    (room,) = _rooms(call.counts(), groups)
+    bags = room // length
+    call.rooms, call.batch, call.samples = [bags * length], bags, batch.size
+    return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
+
+
 class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
     `Recordable` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
@@ -91,9 +100,10 @@ Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `Recordable.blocks_of`
 class Recordable(Protocol):
     """A call on a GPU whose plan can be recorded, or replayed. `context`, `form`, `parts`, `keeps_rows`: see `Call` ·
     `memory`: what it is planned into · `stack`: what the rows of its output are, if that has one · `layout`: of several
-    forwards, what tells their batches apart · `rooms`: for how many ids the memory has room, of each block · `pooled`:
-    its outputs, where the replay has looked them up · `recorded`: what has planned it · `source`: the same, where it is
-    to look the outputs up yet."""
+    forwards, what tells their batches apart · `rooms`: for how many ids the memory has room, of each block · `batch`:
+    its samples, or for how many there is room, of which it has `samples` then, else −1 · `pooled`: its outputs, where
+    the replay has looked them up · `recorded`: what has planned it · `source`: the same, where it is to look the
+    outputs up yet."""
 
     context: CallContext
     form: BatchForm | None
@@ -103,6 +113,8 @@ class Recordable(Protocol):
     stack: Stack | None
     layout: Hashable
     rooms: Sequence[int]
+    batch: int
+    samples: int
     pooled: list[torch.Tensor] | None
     recorded: Recorded | None
     source: Recorded | None
@@ -234,7 +246,7 @@ class RecordedPlans:
         else:
             is_planned = self._plan(call, site, form, batch)
         if not is_planned:
-            call.rooms = call.counts()
+            call.rooms, call.batch, call.samples = call.counts(), batch.size, -1
         return is_planned
 
     def _plan(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
@@ -255,9 +267,13 @@ class RecordedPlans:
         return False
 
     def _plan_locked(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
-        if not form.equal and batch.stack is None and (call.form is not None or site.is_pooled):
-            call.rooms = _rooms(call.counts(), site.groups)
-        form = form._replace(rooms=tuple(call.rooms))
+        if batch.stack is None and (call.form is not None or site.is_pooled):
+            if isinstance(batch.offsets, EqualBags):
+                if call.form is None:  # of one table
+                    batch = _with_room_for_bags(call, batch, batch.offsets.length, site.groups)
+            else:
+                call.rooms = _rooms(call.counts(), site.groups)
+        form = form._replace(rooms=tuple(call.rooms), batch=batch.size, edges=batch.edges)
         ids = call.ids_in(site.groups)
         following = [group.cache.next_plan(n) for group, n in zip(site.groups, ids, strict=True)]
         if None in following or 0 in ids:

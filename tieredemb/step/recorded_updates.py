@@ -84,7 +84,8 @@ class RecordedUpdates:
         made = cast("list[Recorded]", plans)
         key: Key = (
             *[plan.number for plan in made],
-            *[grad.shape for its in grads for grad in its],
+            # a plan with room for samples has updates for any number of them, as kernels read those that it has found
+            *[grad.shape[1:] if len(its) == 1 else grad.shape for its in grads for grad in its],
             *[each.data_ptr() for each in kept],
             *[0 if away.records is None else away.records.data_ptr() for away in overflow],
             *[(away.weight, away.state) if away.uncached else None for away in overflow],
