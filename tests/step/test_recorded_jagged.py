@@ -12,7 +12,7 @@ from training import bits
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step.recorded_plans import LEAST_STEP, STEPS, room_for
+from tieredemb.step.recorded_plans import LEAST_ROOM, ROOMS_AN_OCTAVE, room_for
 
 pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
@@ -183,9 +183,9 @@ def test_none_one_and_many_ids_in_turn(monkeypatch, replays):
 def test_rooms_are_few_and_not_much_larger():
     for n in [1, 255, 256, 257, 4095, 4096, 4097, 10**5, 10**6 + 1, 2**28]:
         room = room_for(n)
-        assert n <= room <= max(n + LEAST_STEP - 1, n * (1 + 1 / STEPS))
+        assert n <= room <= max(n + LEAST_ROOM - 1, n * (1 + 1 / ROOMS_AN_OCTAVE))
     assert room_for(0) == 0
-    assert len({room_for(n) for n in range(2**16, 2**17)}) <= STEPS + 1
+    assert len({room_for(n) for n in range(2**16, 2**17)}) <= ROOMS_AN_OCTAVE + 1
 
 
 def single_ids_of(step, length=None):

@@ -243,7 +243,7 @@ def test_recordings_are_few_and_counted_and_end_with_the_place():
     plans: RecordedPlans = plans_of(bag.call_context)
     for size in range(2, 2 + recorded_plans.MOST_FORMS + 3):
         for step in range(4):
-            bag(ids_of(step, (size, 3))).sum().backward()
+            bag(ids_of(step, (3, size))).sum().backward()
     assert len(plans._recorded) == recorded_plans.MOST_FORMS
     (report,) = bag.memory_report().values()
     assert (

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
-STEPS = 16  # an octave, of the room that a plan has for ids, which batches of about as many share
-LEAST_STEP = 256  # ids more, which take no longer
+ROOMS_AN_OCTAVE = 16  # different rooms for ids, from a number of them to twice as many
+LEAST_ROOM = 256  # ids: that many take no longer than fewer
 
 
 def room_for(ids: int) -> int:
     """How many ids a recorded plan has room for, of a batch that has so many: as many or up to a sixteenth more."""
-    step = max(LEAST_STEP, (1 << ids.bit_length()) // (2 * STEPS))
+    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * ROOMS_AN_OCTAVE))
     return -(-ids // step) * step
 
 
