@@ -22,7 +22,7 @@ class Model(nn.Module):
     def forward(self, ids):
         bags = self.bags["a"](ids) + self.bags["b"](ids % 9)
         fixed = self.fixed((ids % 5).flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1]))
-        return self.top(bags + self.shared(ids[:, 0] % 7) * self.rebind(ids[:, 1] % 7) + fixed)
+        return self.top(bags + self.shared(ids[:, 0] % 7) * self.again(ids[:, 1] % 7) + fixed)
 
 
 def test_replaced_model_gives_the_same_results_and_trains_the_same(device):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tieredemb.step.batch_form import BatchForm
     from tieredemb.tables.table_set import TableSet
 
+MOST_OUTPUT = 1.125  # × the rows of an output, that its memory has room for
+
 
 class DeviceCall(Call):
     """One forward of a module on a GPU, or several. Planned into the `memory` of a call of as many ids and bags that is
@@ -324,7 +326,11 @@ class DeviceCall(Call):
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         (out,) = self.pool_all(weights, differentiable=differentiable)
-        return out if self.samples < 0 else out[: self.samples].data  # no view to autograd
+        if self.samples < 0:
+            return out
+        found = out[: self.samples]
+        # no view to autograd, and of no much larger memory than it takes
+        return found.data if len(out) <= self.samples * MOST_OUTPUT else found.clone()
 
     @ranged("lookup")
     def pool_all(self, weights: torch.Tensor | None, *, differentiable: bool) -> list[torch.Tensor]:

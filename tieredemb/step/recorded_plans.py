@@ -18,6 +18,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
+from tieredemb.cache.device.planner import MOST_IDS
 from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels import recording
@@ -53,8 +54,9 @@ def room_for(ids: int) -> int:
 
 def _rooms(counts: list[int], groups: Sequence[DeviceGroup]) -> list[int]:
     """The room for so many ids of each block, or of all groups; for no more where that many would find slots, and with
-    more a plan would count on rows without one. The caller holds the locks of plans and rows."""
-    rooms = [room_for(count) for count in counts]
+    more a plan would count on rows without one; nor for more than a plan can number. The caller holds the locks of
+    plans and rows."""
+    rooms = [max(count, min(room_for(count), MOST_IDS)) for count in counts]
     one = len(counts) < len(groups)
     for number, group in enumerate(groups):
         at = 0 if one else number
@@ -187,7 +189,8 @@ def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
 
 class _Site:
     """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
-    plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `waits`: whether plans wait
+    plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `has_one_feature`: whether
+    bags are numbered by their samples · `waits`: whether plans wait
     for the host · `pools`: whether lookups need nothing that lies between a plan and them."""
 
     def __init__(self, call: Recordable, plans: RecordedPlans) -> None:
@@ -201,6 +204,7 @@ class _Site:
         self.waits = not all(group.cache.cold.device_readable for group in self.groups)
         self.only = self.groups[0].cache if len(self.groups) == 1 and not self.waits else None
         self.is_pooled = place.config.pooled
+        self.has_one_feature = call.form is None and context.tables.n_features == 1
         self.is_recordable = place.config.check_ids != "always" and can_record()
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
         self.pools = plain and context.options.max_norm is None
@@ -269,7 +273,7 @@ class RecordedPlans:
     def _plan_locked(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
         if batch.stack is None and (call.form is not None or site.is_pooled):
             if isinstance(batch.offsets, EqualBags):
-                if call.form is None:  # of one table
+                if site.has_one_feature:
                     batch = _with_room_for_bags(call, batch, batch.offsets.length, site.groups)
             else:
                 call.rooms = _rooms(call.counts(), site.groups)
