@@ -64,10 +64,9 @@ class Cache(abc.ABC):
     previous batches are never evicted. Calls are serialised; none may come from a forked child.
 
     A plan has a number, by which rows are locked and, of equal score, the one used longest ago leaves; and a time, of
-    which scores are made. A plan that `ages` scores (`PlanKind`), as plans do, is of
-    the next time. Those that follow it in the same
-    step of a model need not: of the same time, with keys of their own, they score rows as one plan of all keys does,
-    and count as one batch.
+    which scores are made. A plan that `ages` scores (`PlanKind`), as plans do, is of the next time. Those that follow
+    it in the same step of a model need not: of the same time, with keys of their own, they score rows as one plan of
+    all keys does, and count as one batch.
 
     Of several who plan by one cache, its `clients`, each is told by number what was counted of it.
     """

@@ -130,7 +130,7 @@ class Turn(Generic[R]):
 
     @property
     def defers_rows(self) -> bool:
-        """Whether it was planned so that rows are left for deferred: all that this needs is there."""
+        """Whether it was planned so that its rows are deferred: all that this needs is there."""
         return bool(self._deferred)
 
     def load(self, batch: Any) -> None:

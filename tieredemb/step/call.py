@@ -179,8 +179,7 @@ class Call(Shareable):
     ) -> None:
         """Checks the values of the batch, and plans it. `kind`: how; `ahead` where the forward has yet to come ·
         `may_exceed_bags`: whether ids beyond the last bag are left of longer batches, and no fault · `memory`: on a
-        GPU, where to plan. Raises
-        `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
+        GPU, where to plan. Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
 
     def complete(self) -> bool:
         """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""

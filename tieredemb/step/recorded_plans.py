@@ -190,8 +190,8 @@ def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
 class _Site:
     """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
     plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `has_one_feature`: whether
-    bags are numbered by their samples · `waits`: whether plans wait
-    for the host · `pools`: whether lookups need nothing that lies between a plan and them."""
+    bags are numbered by their samples · `waits`: whether plans wait for the host · `pools`: whether lookups need
+    nothing that lies between a plan and them."""
 
     def __init__(self, call: Recordable, plans: RecordedPlans) -> None:
         context = call.context

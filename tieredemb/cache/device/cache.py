@@ -143,9 +143,8 @@ class DeviceCache(Cache):
         number, or those of all whose ids it has (int32 (K,), on the device, to outlast the plan and its replays).
         `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside` launches, on the
         stream that is current when it is called, what needs complete `homes` and may run beside the movement of rows. A
-        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
-        later leaves the ticket `failed`. Raises `InvalidInputError`
-        for more ids than a plan can number.
+        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails later leaves
+        the ticket `failed`. Raises `InvalidInputError` for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
             self._moves.make_ready()
