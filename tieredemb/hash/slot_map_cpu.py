@@ -108,6 +108,8 @@ def slot_map_erase(cells, keys):
     """Removes keys; the cells behind each move back over the hole unless that would put them before their home."""
     n = cells.shape[0]
     for i in range(keys.shape[0]):
+        if i + 8 < keys.shape[0]:
+            prefetch(cells, 2 * first_cell(keys[i + 8], n))
         hole = first_cell(keys[i], n)
         while cells[hole, 0] != keys[i] + 1:
             if cells[hole, 0] == EMPTY_CELL:
