@@ -113,6 +113,12 @@ def counts_note(counted, part, lookups, hits, unique, misses):
     counted[part, 3] = misses
 
 
+@inline
+def claim_cell(key, cells):
+    """Where a missed key is looked for first in the table of claims, whose size is a power of two."""
+    return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+
+
 @jit
 def keys_number(
     keys, slots, starts, last_batch, unique_of_slot, batch, claim_key, claim_unique,
@@ -137,6 +143,10 @@ def keys_number(
             if ahead >= 0:
                 prefetch(last_batch, ahead)
                 prefetch(unique_of_slot, ahead)
+            else:
+                cell = claim_cell(keys[i + AHEAD], cells)
+                prefetch(claim_key, cell)
+                prefetch(claim_unique, cell)
         key = keys[i]
         if key < 0:
             inverse[i] = -1
@@ -153,7 +163,7 @@ def keys_number(
                 unique += 1
             inverse[i] = unique_of_slot[s]
             continue
-        cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+        cell = claim_cell(key, cells)
         while claim_key[cell] != 0 and claim_key[cell] != key + 1:
             cell = (cell + 1) & (cells - 1)
         if claim_key[cell] == 0:
