@@ -55,7 +55,7 @@ class Plans:
         self.keys, self.missed = keys, Missed(len(keys), keys.device)
         self.homes = torch.where(keys >= 0, -1, DROPPED).int()
         self.plan.begin(self.missed, USE, lag=self.lag, client=self.numbers, overflow=self.overflow)
-        self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
+        self.plan.find(keys, self.homes, self.missed, USE, overflow=self.overflow)
 
     def end_in_two(self):
         self.plan.choose(self.missed)

@@ -468,7 +468,7 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         kind = PlanKind(scored=scored, ages=ages)
         plan.count(homes, kind, client=client)
         plan.begin(missed, kind, lag=1, client=client, overflow=overflow)
-        plan.find(keys, homes, missed, scored=scored, overflow=overflow)
+        plan.find(keys, homes, missed, kind, overflow=overflow)
     plan.place(missed, lag=1)
     plan.publish(homes, missed, overflow)
     plan.choose(missed)

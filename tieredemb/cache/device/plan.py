@@ -327,8 +327,8 @@ class DevicePlan:
         keys: torch.Tensor,
         homes: torch.Tensor,
         missed: Missed,
+        kind: PlanKind,
         *,
-        scored: bool,
         overflow: OverflowRows,
         may_arrive: bool = False,
     ) -> None:
@@ -337,9 +337,9 @@ class DevicePlan:
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags, *self.flags)
         find(
-            blocks_for(n, THREADS), THREADS, self._slots, keys, n, self.clock, scoring.kind, scoring.unit, scored,
-            missed.claims, missed.cells, homes, missed.keys, records.whole, overflow.state, rows.layout.state_width + 1,
-            overflow.by_key, may_arrive, self.counts,
+            blocks_for(n, THREADS), THREADS, self._slots, keys, n, self.clock, scoring.kind, scoring.unit,
+            kind.scored, missed.claims, missed.cells, homes, missed.keys, records.whole, overflow.state,
+            rows.layout.state_width + 1, overflow.by_key, may_arrive, self.counts,
         )  # fmt: skip
 
     def place(self, missed: Missed, *, lag: int) -> None:

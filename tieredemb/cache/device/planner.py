@@ -145,7 +145,7 @@ class Planner:
         self.launches.begin(missed, kind, lag=lag, client=client, overflow=overflow)
         if given is not None:
             given.wait(current_stream())
-        self.launches.find(keys, homes, missed, scored=kind.scored, overflow=overflow, may_arrive=deferred is not None)
+        self.launches.find(keys, homes, missed, kind, overflow=overflow, may_arrive=deferred is not None)
         if deferred is not None:
             if not deferred.defers_places:
                 deferred.place(lag)
