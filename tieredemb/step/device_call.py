@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tieredemb.step.batch_form import BatchForm
     from tieredemb.tables.table_set import TableSet
 
-MOST_OUTPUT = 1.125  # × the rows of an output, that its memory has room for
+MOST_OUTPUT = 1.125  # × its own rows: an output is copied out of memory for more
 
 
 class DeviceCall(Call):
@@ -329,7 +329,7 @@ class DeviceCall(Call):
         if self.samples < 0:
             return out
         found = out[: self.samples]
-        # no view to autograd, and of no much larger memory than it takes
+        # autograd must not see a view, and a small output must not keep much memory
         return found.data if len(out) <= self.samples * MOST_OUTPUT else found.clone()
 
     @ranged("lookup")

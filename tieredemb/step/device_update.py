@@ -327,19 +327,19 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
     if torch.cuda.is_current_stream_capturing():
         yield
         return
-    books, change = [cache.changes for cache in caches], HalfWritten("an update")
+    logs, change = [cache.changes for cache in caches], HalfWritten("an update")
     records = []
-    for book in books:
-        records.append(book.begin(change, up=3))
+    for log in logs:
+        records.append(log.begin(change, up=3))
     change.has_begun = True
     try:
         yield
     except BaseException as error:
-        for book in books:
-            book.note(error)
+        for log in logs:
+            log.note(error)
         raise
-    for book, record in zip(books, records, strict=True):
-        book.clear(record)
+    for log, record in zip(logs, records, strict=True):
+        log.clear(record)
 
 
 class Combined:

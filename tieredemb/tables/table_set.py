@@ -637,8 +637,8 @@ class TableSet:
         self, call: str, parts: Iterable[Part] | None = None, *, calls_inside: bool = False
     ) -> Iterator[HalfWritten]:
         """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
-        all, hot and cold. Interrupted after it `has_begun`, it leaves them suspect, and done, it clears suspects of
-        them. `calls_inside`: whether it reads rows and plans meanwhile, as others do."""
+        all, hot and cold. Interrupted after it `has_begun`, it leaves them suspect; once it is done they are not
+        suspect any more. `calls_inside`: whether it reads rows and plans meanwhile, as others do."""
         with self.locked():
             change = HalfWritten(
                 call, None if parts is None else frozenset(parts), replaces=parts is None, calls_inside=calls_inside
