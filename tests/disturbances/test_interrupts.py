@@ -37,6 +37,7 @@ from torch.overrides import _get_current_function_mode_stack
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
 from tieredemb.kernels import recording
+from tieredemb.modules.forwards import LISTENERS
 from tieredemb.pipeline.plan_executors import WorkerExecutor
 from tieredemb.step.recorded_plans import plans_of
 from tieredemb.step.recorded_updates import updates_of
@@ -321,6 +322,9 @@ def test_interrupted_prefetch_leaves_whole_steps(pair, request, monkeypatch):
         for i in range(done, 4):
             train(pair.module, 4 * number + i)
         assert same(contents(pair.module), after[-1])
+        for module in (pair.module, pair.twin):
+            module(*batch(0))  # listeners of what is gone leave
+        assert LISTENERS == [], f"a loop that has ended hears of forwards: {at}"
 
 
 def test_interrupts_that_lines_stand_for_leave_no_lock_taken():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -143,6 +144,24 @@ class _Fetched(Generic[B]):
         return sum(among.drop(each, made=made) for among, each in planned)
 
 
+class _Listener:
+    """Hears of forwards for a loop; no more once nobody has the loop, as one whose beginning was interrupted."""
+
+    def __init__(self, run: Run[Any]) -> None:
+        self._run = weakref.ref(run)
+
+    def __call__(self, forward: Forward) -> None:
+        run = self._run()
+        if run is None:
+            self.leave()
+        else:
+            run.hear(forward)
+
+    def leave(self) -> None:
+        with contextlib.suppress(ValueError):  # it has left, or an interrupt came before it was there
+            LISTENERS.remove(self)
+
+
 class Run(Generic[B]):
     """One loop over the batches. `told`: what a batch's forwards look up, where the user has told it."""
 
@@ -159,7 +178,7 @@ class Run(Generic[B]):
         self.asked_ahead = 0  # batches that such a step wants to know
         self._current: _Fetched[B] | None = None
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
-        self._listens = False
+        self._listener: _Listener | None = None
         self._warned = False
         for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _RUNNING)):
             planned.drop_all()  # plans of a loop whose end was interrupted
@@ -286,11 +305,14 @@ class Run(Generic[B]):
         self._executors.plan(lookups, fetched.planned)
 
     def _listen(self, on: bool) -> None:
-        if on != self._listens:
-            self._listens = on
-            (LISTENERS.append if on else LISTENERS.remove)(self._hear)
+        if on:
+            self._listener = _Listener(self)
+            LISTENERS.append(self._listener)
+        elif self._listener is not None:
+            self._listener.leave()
 
-    def _hear(self, forward: Forward) -> None:
+    def hear(self, forward: Forward) -> None:
+        """A forward has come, of any module."""
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
             self._seen.append(LookupSpec(forward.module, forward.given, forward.trains))
 
