@@ -78,7 +78,7 @@ REASONS = (
         "losses that use whole tables on the CPU",
         "cpu-whole",
         r"^step",
-        "Each row is searched in a hash map to be copied, and again to be updated; torch reads and updates the weight "
+        "Each row is searched in an index to be copied, and again to be updated; torch reads and updates the weight "
         "where it lies. Where the dense layers compute little, that is most of a step.",
     ),
     Reason(
@@ -92,7 +92,7 @@ REASONS = (
         "training of small or jagged tables on the CPU",
         "cpu-shapes",
         r"^step",
-        "A table's plan has a cost of its own, which few ids do not repay, and each id is searched in a hash map.",
+        "A table's plan has a cost of its own, which few ids do not repay, and each id is searched in an index.",
     ),
     Reason(
         "the division of caches that are far smaller than a batch",
@@ -104,7 +104,8 @@ REASONS = (
         "lookups without gradient on the CPU",
         "cpu-shapes",
         r"^lookup",
-        "Each id is searched in a hash map and its row is scored; torch reads the row at once.",
+        "Each id is searched in an index and its row is scored, by Python that takes longer than torch's; torch reads "
+        "the row at once.",
     ),
     Reason(
         "shapes drawn by a seed on a GPU",

@@ -308,9 +308,9 @@ def _at_rest(model: te.TieredEmbeddingBagCollection) -> bool:
     return True
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def _look_up_rows(model: te.TieredEmbeddingBagCollection, rows: Sequence[tuple[int, int]]) -> None:
-    """One bag a table with its rows of `rows`, (table, row) each."""
+    """One bag a table with its rows of `rows`, (table, row) each, as for a backward: they come into slots."""
     ids = [row for _, row in sorted(rows)]
     counts = Counter(table for table, _ in rows)
     offsets = [sum(counts[t] for t in range(tables)) for tables in range(len(model.tables.config.tables) + 1)]

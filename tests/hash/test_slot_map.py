@@ -1,4 +1,4 @@
-"""Map from key to slot against a dict."""
+"""What finds the slots of keys, a map or an index of all rows, against a dict."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredemb.hash.row_index_cpu import RowIndex
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import NOT_FOUND
 
@@ -17,11 +18,12 @@ def find(index, keys):
 
 
 @given(
+    st.booleans(),
     st.integers(1, 40),
     st.lists(st.tuples(st.sampled_from(["insert", "erase"]), st.sets(st.integers(0, 60), min_size=1)), max_size=30),
 )
-def test_slot_map_agrees_with_a_dict_over_inserts_and_erases(slots, steps):
-    index, expected = SlotMap(slots), {}
+def test_inserts_and_erases_agree_with_a_dict(is_map, slots, steps):
+    index, expected = SlotMap(slots) if is_map else RowIndex(70), {}
     for verb, keys in steps:
         if verb == "insert":
             new = [key for key in keys if key not in expected][: slots - len(expected)]
@@ -54,9 +56,10 @@ def test_slot_map_grows_with_its_content():
     assert find(index, [5, 9, 100, 999, 50]) == [0, 1, 2, 901, NOT_FOUND]
 
 
-def test_slot_map_finds_are_the_same_on_any_number_of_threads():
+@pytest.mark.parametrize("kind", [SlotMap, RowIndex])
+def test_finds_are_the_same_on_any_number_of_threads(kind):
     keys = np.random.default_rng(0).permutation(200_000).astype(np.int64)
-    index = SlotMap(len(keys))
+    index = kind(len(keys))
     index.insert(keys[:100_000], np.arange(100_000, dtype=np.int32))
     before, results = torch.get_num_threads(), []
     try:

@@ -149,7 +149,8 @@ def test_evaluation_is_planned_by_its_own_calls(device, monkeypatch):
     expected = run(*converted(planned=False))
     found = Found(monkeypatch)
     assert_same_bits(run(*converted()), expected)
-    assert found.planned == 2 * 7 * TABLES
+    kinds = 2 if device == "cuda" else 1  # a CPU reads rows in memory where they lie, without a plan
+    assert found.planned == kinds * 7 * TABLES
 
 
 def test_a_model_that_computes_its_ids_plans_nothing(device, monkeypatch):
@@ -482,11 +483,11 @@ def test_copies_learn_their_own_calls(device):
     for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
         assert calls_of(other) is not calls_of(model)
         assert not calls_of(other)._patterns
-        with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        with pytest.MonkeyPatch.context() as patched:
             found = Found(patched)
-            outputs = [other(*each) for each in matrices(4)]
+            outputs = [other(*each).detach() for each in matrices(4)]
             assert found.planned == 2 * TABLES
-            assert_same_bits(outputs, [model(*each) for each in matrices(4)])
+            assert_same_bits(outputs, [model(*each).detach() for each in matrices(4)])
 
 
 def test_hooks_are_put_once_and_hold_no_model():

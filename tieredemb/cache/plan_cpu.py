@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RESOLVE_GRAIN = 8192
 COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
 UNIQUE, MISSED = 2, 3
+# where a row lies that is looked up without a plan: in a slot, or at `COLD` − its key; or the occurrence is in no bag
+IN_NO_BAG, COLD = -1, -2
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -117,6 +119,32 @@ def counts_note(counted, part, lookups, hits, unique, misses):
 def claim_cell(key, cells):
     """Where a missed key is looked for first in the table of claims, whose size is a power of two."""
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+
+
+def missed_keys(homes: Array, missed: int) -> Array:
+    """The keys of the rows of `homes` that lie in cold storage, int64 (M,), in order of first occurrence. `missed`: how
+    many occurrences they have, at least one."""
+    keys = np.empty(missed, np.int64)
+    claims = np.zeros(1 << (2 * missed - 1).bit_length(), np.int64)  # key + 1; at most half are used
+    return keys[: missed_claim(homes, claims, keys)]
+
+
+@jit
+def missed_claim(homes, claims, keys):
+    cells = claims.shape[0]
+    count = 0
+    for i in range(homes.shape[0]):
+        if homes[i] > COLD:
+            continue
+        key = COLD - homes[i]
+        cell = claim_cell(key, cells)
+        while claims[cell] != 0 and claims[cell] != key + 1:
+            cell = (cell + 1) & (cells - 1)
+        if claims[cell] == 0:
+            claims[cell] = key + 1
+            keys[count] = key
+            count += 1
+    return count
 
 
 @jit

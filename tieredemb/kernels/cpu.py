@@ -138,6 +138,27 @@ def prefetch(typingctx, array, index):
     return types.void(array, types.int64), codegen
 
 
+def _atomic(operation: str) -> Callable[..., Any]:
+    """An intrinsic of (array, index, value), of one dimension: what was at the index, where `operation` (LLVM's
+    `atomicrmw`) leaves something else in one step, whatever other threads do."""
+
+    def rmw(typingctx, array, index, value):
+        def codegen(context, builder, signature, args):
+            view = context.make_array(signature.args[0])(context, builder, args[0])
+            given = context.cast(builder, args[2], signature.args[2], array.dtype)
+            return builder.atomic_rmw(operation, builder.gep(view.data, [args[1]]), given, "monotonic")
+
+        return array.dtype(array, types.int64, value), codegen
+
+    rmw.__name__ = rmw.__qualname__ = f"atomic_{operation}"
+    made: Callable[..., Any] = intrinsic(rmw)
+    return made
+
+
+exchanged = _atomic("xchg")
+added = _atomic("add")
+
+
 @intrinsic
 def float_bits(typingctx, value):
     """The bits of a float32 as uint32."""

@@ -167,6 +167,8 @@ class PlannedCalls:
         device = self._device(model)
         if device is None or inside_backward() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
+        if not torch.is_grad_enabled() and self._reads_in_place():
+            return
         mode = Mode(model.training, torch.is_grad_enabled(), device)
         pattern = self._patterns.get(mode) or self._patterns.setdefault(mode, _Pattern())
         if pattern.is_over or torch._C._are_functorch_transforms_active():
@@ -213,6 +215,11 @@ class PlannedCalls:
         if call is not None:
             self._now.call = None
             call.leave(model)
+
+    def _reads_in_place(self) -> bool:
+        """Whether lookups without gradient need no plan."""
+        table = None if self._table is None else self._table()
+        return table is not None and table.tables.placed.now.are_read_in_place
 
     def _device(self, model: nn.Module) -> torch.device | None:
         """Of its tables."""

@@ -27,7 +27,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.batch_form import BatchForm, BatchForms
 from tieredemb.tables.row_optimizer import RowOptimizer
-from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.table_set import Place, TableSet
 
 if TYPE_CHECKING:
     from tieredemb.kernels.spread import RowSpread
@@ -167,6 +167,12 @@ class Call(Shareable):
         self.batch = batch
         self.form = form
         self.parts: list[Any] = []  # what each group that is planned holds of it
+
+    @staticmethod
+    def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
+        """The output of a forward without gradient that needs no plan, of tables that are at `place`; None of one that
+        does. Raises `InvalidInputError` before anything changes."""
+        return None
 
     @abc.abstractmethod
     def plan(

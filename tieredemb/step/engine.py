@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tieredemb.cache.base import PlanKind
+from tieredemb.cache.base import USE, PlanKind
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
@@ -43,7 +43,7 @@ from tieredemb.tables.division import share_capacity
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.row_optimizer import RowOptimizer
-from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.table_set import Place, TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
 if TYPE_CHECKING:
@@ -51,6 +51,15 @@ if TYPE_CHECKING:
 
 
 _MAY_BE_DISTRIBUTED = torch.distributed.is_available()
+
+
+class _Over:
+    """A forward that no backward can follow."""
+
+    is_over = True
+
+
+_OVER = _Over()
 
 
 class _Accumulated:
@@ -180,11 +189,29 @@ class Engine:
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             return look_up(hook.detach().requires_grad_() if trains else hook, weights, make)
+        place = self.tables.placed.now
+        if place.are_read_in_place and not recomputed and not self.planned.waiting:
+            output = self._read(batch, context, place)
+            if output is not None:
+                return output
         call = self.begin(batch, context, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
+
+    def _read(self, batch: Batch, context: CallContext, place: Place) -> torch.Tensor | None:
+        """The output of a forward without gradient that needs no plan; None of one that does. `place`: of its tables
+        now."""
+        tables, time = self.tables, self.tables.step_time
+        ages = time is None or time.begins(tables)
+        if ages and tables.division is not None and tables.division.is_due_in(tables):
+            return None  # a plan looks how to divide the capacity
+        kind = USE if ages else USE._replace(ages=False)
+        output = call_type(place.config.device.type).read(batch, context, place, kind)
+        if output is not None and time is not None:
+            time.looked_up(tables, _OVER)
+        return output
 
     def lookup_planned(self, given: tuple[Any, ...], hook: torch.Tensor, *, trains: bool) -> torch.Tensor | None:
         """The same of a batch that was planned ahead for these very tensors, as it was checked then; None where there

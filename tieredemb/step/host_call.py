@@ -33,6 +33,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, CallContext, Collected, StackRows
 from tieredemb.step.forwards import Forward, Forwards, by_call, take_one_step
+from tieredemb.step.reading import read
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import Group, HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -344,6 +345,7 @@ class HostCall(Call):
 
     device_type = "cpu"
     parts: list[HostGroupCall]
+    read = staticmethod(read)
 
     def plan(
         self,

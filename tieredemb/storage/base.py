@@ -182,6 +182,7 @@ class ColdRows(abc.ABC):
 
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
+    as_fast_as_slots: bool = False  # whether a CPU reads a row here as fast as in a slot of its cache
     volatile: bool  # whether it dies with the process, so that closing needs no flush
     is_new: bool = True  # whether it was made now, and holds no row of an earlier owner
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then

@@ -108,6 +108,7 @@ class HostRows(ColdRows):
     kind = "host"
     in_memory = True
     volatile = True
+    as_fast_as_slots = True
 
     def __init__(self, layout: RowLayout) -> None:
         self._maps: list[_Mapping] = []

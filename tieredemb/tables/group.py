@@ -148,6 +148,11 @@ class Group(abc.ABC):
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
         """Makes what lookups and updates of one table need beside the cache of the `whole`."""
 
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether a lookup without gradient reads rows where they lie, and needs none in a slot."""
+        return False
+
     def stats(self) -> CacheStats:
         """Totals of its plans since the cache was made. Synchronises with a GPU."""
         return self.cache.stats(self.client)
@@ -423,6 +428,10 @@ class HostGroup(Group):
             resident=self.resident_ranges,
             clients=self._client_keys(),
         )  # fmt: skip
+
+    @property
+    def is_read_in_place(self) -> bool:
+        return self.cache.cold.as_fast_as_slots and not self.is_dense
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
         until = self.kept_until(history)

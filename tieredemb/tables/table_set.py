@@ -87,7 +87,7 @@ class Place:
     refuses: one, or that of each group where these look among ids of their own; none on the CPU · `faults`: the first
     one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
     before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
-    `held()`."""
+    `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups."""
 
     def __init__(
         self,
@@ -120,6 +120,7 @@ class Place:
 
     def add(self, *groups: Group) -> None:
         self.groups += groups
+        self.are_read_in_place = all(group.is_read_in_place for group in self.groups)
         self.rows = Locks((group.cache for group in self.groups), plans=False)
 
 

@@ -23,12 +23,22 @@ from tieredemb.cache.base import NO_WORDS, USE, Cache, PlanKind
 from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
-from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, count_arrivals, number, resolve
+from tieredemb.cache.plan_cpu import (
+    COUNTED,
+    MISSED,
+    UNIQUE,
+    Numbering,
+    count_arrivals,
+    missed_keys,
+    number,
+    resolve,
+)
 from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
 from tieredemb.errors import StorageFullError
+from tieredemb.hash.row_index_cpu import RowIndex
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import MIN_SCORE
@@ -55,6 +65,26 @@ class _SlotsMove(Change):
 
 
 SLOTS_MOVE = _SlotsMove()
+
+
+class Readable(NamedTuple):
+    """What a lookup without a plan reads, and scores by: the `places` of rows (`RowIndex`), rows in slots (`hot`) and
+    in cold storage, and per slot the last batch and the score. A row in a slot whose last batch is not yet `stamp` is
+    given it, and its score one more use at clock `now`."""
+
+    places: Array
+    hot: Array
+    cold: Array
+    last_batch: Array
+    score: Array
+    stamp: np.int32
+    now: int
+    kind: int
+    unit: float
+
+
+LOOKUPS, HITS, USED = range(3)  # what such a lookup counts; those used are rows in slots
+READINGS = 16  # after so many of them at the latest missed rows take the place of others
 
 
 class _Left(NamedTuple):
@@ -97,10 +127,11 @@ class HostCache(Cache):
         self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
         self.hot = HotRows(cold.layout, slots)
         self._row_bytes = cold.layout.row_bytes
-        self._index = SlotMap(slots)
+        self._index = self._empty_index(slots)
         self._counts: Counter[str] = Counter()
         self._clients = Clients(clients)
         self._last = 0  # number of the last batch planned
+        self._readings = 0  # steps that have looked up without a plan
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
         self._adopt_scores()
@@ -147,6 +178,72 @@ class HostCache(Cache):
             self._book.open(ticket)
             return ticket
 
+    def read(self, look_up: Callable[[Readable, Array], Array], kind: PlanKind, *, client: int | None = None) -> None:
+        """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
+        by a plan. Missed rows come into slots where some are free, and now and then in the place of others, once they
+        were read.
+
+        `look_up`: reads the rows, and returns where each was, int64 (N,) (`IN_NO_BAG`, `COLD`). It adds to an int64
+        (3,) what it counts, and is called again if it met rows that were never written · `kind`, `client`: see `plan`.
+        """
+        with self.plan_lock, self.lock:
+            self._check_usable()
+            cold, hot = self.cold, self.hot
+            is_later = kind.ages is True or cold.metadata.batch == 0
+            cold.metadata.batch += is_later
+            self._readings += is_later
+            is_due = self._readings % READINGS == 0
+            self._last = batch = self._last + 1
+            self._clients.planner = None  # of a plan that was interrupted
+            if is_due and len(hot.key) > hot.capacity:
+                self._retire_transients(batch)
+            scoring, counted = self.scoring, np.zeros(3, np.int64)
+            now, missed = scoring.now(cold.metadata.batch), np.empty(0, np.int64)
+            assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
+            arrays = self._index.places, hot.weight, cold.weight, hot.last_batch, hot.score
+            rows = Readable(*arrays, stamp(batch), now, scoring.kind, scoring.unit)
+            homes = look_up(rows, counted)
+            lookups, hits, unique = counted.tolist()
+            if lookups > hits:
+                missed = missed_keys(homes, lookups - hits)
+                words = (missed + 1) * cold.state.shape[1] - 1  # of all states in a row, the scores
+                untouched = missed[cold.state.reshape(-1)[words] == 0]
+                if len(untouched):
+                    self._write_initial(untouched)
+                    look_up(rows, counted)
+                if scoring.remember:
+                    raise_scores(words, cold.state.reshape(-1), now, scoring)
+            found = lookups, hits, unique + len(missed)
+            self._counts["batches"] += is_later
+            for name, value in zip(COUNTED, found, strict=True):
+                self._counts[name] += value
+            if client is not None:
+                self._clients.planned((client,), cold.metadata.batch, COUNTED, [[*found]])
+            if len(missed) and (hot.free or is_due):
+                self._let_in(missed, client, batch, takes=is_due)
+
+    def _write_initial(self, keys: Array) -> None:
+        """Writes rows to cold storage that never were, `keys` int64 (K,), distinct."""
+        cold = self.cold
+        self._generate(keys, keys, cold.weight, cold.state, cold.layout.state_width)
+        cold.state[keys, -1] = MIN_SCORE
+
+    def _let_in(self, keys: Array, client: int | None, batch: int, *, takes: bool) -> None:
+        """Brings rows `keys`, int64 (K,), distinct, into free slots, as far as there are any. `takes`: and into those
+        of rows that leave, as far as no batch in flight has them."""
+        hot, moving = self.hot, self.plan_changes.begin(SLOTS_MOVE)
+        self._clients.planner = client
+        if takes and len(keys) > hot.free:
+            self._evict(self._to_leave(len(keys) - hot.free, batch))
+        keys = keys[: hot.free]
+        slots = hot.take(len(keys))
+        self._fill(keys, slots)
+        if not self.scoring.remember:
+            raise_scores(slots, hot.score, self.scoring.now(self.cold.metadata.batch), self.scoring)
+        hot.last_batch[slots] = stamp(batch)
+        self._clients.planner = None
+        self.plan_changes.clear(moving)
+
     @ranged("swap")
     def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> None:
         """Brings the missed rows of a batch into slots, which `unique_slots` then names."""
@@ -188,10 +285,14 @@ class HostCache(Cache):
                 self._fill(keys, self.hot.take(len(keys)))
         self._counts = counted
 
+    def _empty_index(self, slots: int) -> SlotMap | RowIndex:
+        """What finds the slots of keys, while no slot holds a row."""
+        return RowIndex(self.cold.layout.rows) if self.cold.as_fast_as_slots else SlotMap(slots)
+
     def derive(self) -> None:
         """Makes what follows from the slots' keys anew: the free slots and the map."""
         self.hot.derive()
-        index = SlotMap(len(self.hot))
+        index = self._empty_index(len(self.hot))
         slots = self.hot.occupied()
         index.insert(self.hot.key[slots], slots)
         self._index = index
@@ -212,19 +313,21 @@ class HostCache(Cache):
         capacity for the rest."""
         short, left = rows - self.hot.free, NOBODY
         if short > 0:
-            hot = self.hot
-            oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity) - self._pinned
-            victims = np.empty(0, np.int32)
-            if len(self._clients):
-                victims = self._victims(short, part_of(short, used, batch), oldest)
-            if len(victims) < short:
-                victims = self._victims(short, slice(used), oldest)
+            victims = self._to_leave(short, batch)
             with self.lock:  # the arrays of all rows may be replaced
                 self.hot.ensure_transient(short - len(victims))
             left = _Left(victims, self._evict(victims))
             self._count(rows_overflow=short - len(victims))
         with self.lock:
             return self.hot.take(rows), left
+
+    def _to_leave(self, short: int, batch: int) -> Array:
+        """Up to `short` slots, int32, whose rows are to leave."""
+        hot, victims = self.hot, np.empty(0, np.int32)
+        oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity) - self._pinned
+        if len(self._clients):
+            victims = self._victims(short, part_of(short, used, batch), oldest)
+        return victims if len(victims) == short else self._victims(short, slice(used), oldest)
 
     def _victims(self, count: int, part: slice, oldest: Any) -> Array:
         """Up to `count` slots, int32, that are to leave, of a `part` of those that no resident table has."""
@@ -418,7 +521,7 @@ class HostCache(Cache):
             self.check_idle("load a checkpoint")
             self.rows_version += 1
             self.hot.reset()
-            self._index = SlotMap(len(self.hot))
+            self._index = self._empty_index(len(self.hot))
             self._adopt_scores()
             self._pin()
 
@@ -435,17 +538,19 @@ class HostCache(Cache):
     def memory_report(self) -> dict[str, Any]:
         with self.whole():
             sizes = self.hot.size_bytes()
-            cells = self.slots * map_bytes_per_slot()  # what it has beyond them it grew for a batch
+            cells, grown = self.slots * map_bytes_per_slot(), 0
+            cold = {"tier": self.cold.kind} | self.cold.size_bytes()
+            if isinstance(self._index, SlotMap):
+                grown = self._index.cells.nbytes - cells  # for a batch
+            else:  # the capacity pays for it as for a map, and cold rows for what it takes beyond that
+                cells = min(cells, self._index.places.nbytes)
+                cold["index"] = self._index.places.nbytes - cells
             batch = {
                 "transient_rows": sizes.pop("transient"),
-                "transient_map": self._index.cells.nbytes - cells,
+                "transient_map": grown,
                 "plans": self._book.size_bytes(),
             }
-            return {
-                "cache": sizes | {"map": cells},
-                "batch": batch,
-                "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
-            }
+            return {"cache": sizes | {"map": cells}, "batch": batch, "cold": cold}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,101 @@
+"""A lookup without gradient on the CPU, of rows whose cold storage a CPU reads as fast as its slots.
+
+One pass: ids are searched in the map, uses are scored, and rows are pooled where they lie, in a slot or in cold
+storage. Nothing is planned and nothing is locked, as nothing comes after it; which rows then come into slots is the
+cache's to say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.cache.base import PlanKind
+from tieredemb.cache.plan_cpu import IN_NO_BAG
+from tieredemb.errors import StorageError
+from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
+from tieredemb.kernels.row_format import CARRIERS
+from tieredemb.kernels.tracing import ranged
+from tieredemb.lookup.bags import EqualBags, rows_space
+from tieredemb.lookup.bags_cpu import checked_edges
+from tieredemb.lookup.embedding_bag_cpu import NO_WEIGHTS, POOL_GRAIN
+from tieredemb.step.batch import Batch
+from tieredemb.step.reading_cpu import bags_read, ids_are_inside
+from tieredemb.tables.group import HostGroup
+
+if TYPE_CHECKING:
+    from tieredemb.cache.host.cache import Readable
+    from tieredemb.step.call import CallContext
+    from tieredemb.tables.table_set import Place
+
+    Array = np.ndarray[Any, Any]
+
+
+def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
+    """The pooled rows of a batch, (B, ΣD), or the rows of its ids, (N, D). None where they have to come into slots
+    first: of another tier or a dense optimizer, to be scaled (`max_norm`), or where those of several features are not
+    pooled; and where an id is out of range, of which the plan says what is wrong. Raises `InvalidInputError` before
+    anything changes."""
+    options = context.options
+    if not place.are_read_in_place or options.max_norm is not None or batch.stack is not None:
+        return None
+    if not place.config.pooled and not (isinstance(batch.offsets, EqualBags) and batch.offsets.length == 1):
+        return None
+    ids = batch.ids.numpy()
+    if ids.dtype != np.int64:
+        ids = ids.astype(np.int64)
+    if isinstance(batch.offsets, EqualBags):
+        edges = batch.offsets.edges()
+    else:
+        edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
+    blocks = []
+    for group in place.groups:
+        space = group.space
+        blocks.append(space.features if batch.places is None else space.blocks(batch.places))
+        if not ids_are_inside(ids, edges, blocks[-1], batch.size, space.size):
+            return None
+    dtype, columns = place.config.output_dtype, context.tables.columns
+    # numpy's memory comes in huge pages
+    out = np.empty((batch.size, int(columns[-1])), CARRIERS[dtype])
+    weights = NO_WEIGHTS
+    if batch.weights is not None:
+        weights = batch.weights.detach().to(torch.float32).contiguous().numpy()
+    try:
+        for group, its in zip(place.groups, blocks, strict=True):
+            assert isinstance(group, HostGroup)
+            _read_group(group, ids, edges, its, batch.size, weights, options.padding_is_dropped, kind, out)
+    except StorageError:
+        if context.tables.placed.now is place:
+            raise
+        return None  # another thread has made the caches anew meanwhile
+    return torch.from_numpy(out).view(dtype)
+
+
+@ranged("lookup")
+def _read_group(
+    group: HostGroup,
+    ids: Array,
+    edges: Array,
+    blocks: Array,
+    batch: int,
+    weights: Array,
+    padding_is_dropped: bool,
+    kind: PlanKind,
+    out: Array,
+) -> None:
+    """Pools the features of one group into their columns of `out`. `blocks`: see `KeySpace.blocks`."""
+    space, cache = group.space, group.cache
+    mode = space.mode if group.config.pooled else rows_space(space.width, "sum").mode
+    padding = space.padding if padding_is_dropped else np.full(len(space.padding), -1, np.int64)
+    of = (ids, edges, blocks, batch, space.first, padding, mode, space.column, weights)
+    homes = np.empty(len(ids), np.int64)
+    homes.fill(IN_NO_BAG)
+    bounds = even_bounds(batch, POOL_GRAIN * batch // max(1, len(ids) * space.width))
+
+    def look_up(rows: Readable, counted: Array) -> Array:
+        parallel_for(bags_read, bounds, *of, *rows, homes, out, counted)
+        return homes
+
+    cache.read(look_up, kind, client=group.client)
