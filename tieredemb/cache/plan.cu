@@ -3,6 +3,13 @@
 // Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DUNCACHED a batch may
 // exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
+//
+// The rows of a plan may come while the next plan is made, and scores are to be as if they had come before it. So a
+// slot whose row has yet to come has ARRIVING in place of its score. A plan that uses the row changes that to
+// ARRIVING_USED; what moves the row (transfer.cu) puts the row's score there. Both are atomic: whoever is second finds
+// what the first has left, and raises the score. The victim's own score waits in the plan's memory. A row under a
+// record that two such plans use in a row is raised once.
+//
 // With -DCLIENTS what is counted is counted for the client whose row it is, too (clients.cuh).
 #include "clients.cuh"
 #include "common.cuh"

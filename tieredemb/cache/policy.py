@@ -8,6 +8,10 @@ never used, so the clock starts at one unit. Batches are counted as the time of 
 (`cache.base.Cache`).
 
 The policy knows scores and locks; it moves no rows.
+
+A row is used once a batch, however often it occurs there, because that is what fetching it costs. The score is written
+back and fetched with the row, so a returning row keeps its history, and the cache pays nothing for rows that it does
+not hold.
 """
 
 from __future__ import annotations

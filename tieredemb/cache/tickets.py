@@ -3,6 +3,9 @@
 There are no reference counts, so nothing leaks: a ticket that is dropped (its autograd node died without a backward)
 is released by its finaliser. Releases may come from the garbage collector at any point, in any thread, so they only
 append to a queue that the book reads under the cache's lock.
+
+A batch is in flight from its plan until its update is done, or its forward without gradient is done, or its autograd
+node dies without a backward, or the loop that has planned it ahead is left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Compiled CUDA files, each made once for its flags and a device: by whoever asks first, or on a thread ahead of that.
 
 NVRTC takes up to a second a file, and compiles several at once.
+
+Who builds tables begins to compile what the first steps are sure to launch (`Kernel.prepare`); a launch waits for its
+own file.
 """
 
 from __future__ import annotations

@@ -18,6 +18,20 @@ the moments change quickly, and for betas whose terms differ much. Where moves h
 is that of weights and products alone, and v falls beside it.
 
 A row whose state is zeros, as before its first gradient, moves by nothing but decays: their product is all it takes.
+
+A step whose gradients were multiplied by NaN leaves NaN as the numbers by which others replay it, as torch's zeros
+become NaN then.
+
+Steps whose decay is part of the gradient have no closed form: a row takes them one by one first, up to the last of
+them (`replayed_until`), and what follows in closed form. Taken one by one they round the same in parts, so float32
+rows that are read stay at that last step: in their slots, and in cold storage, each by a kernel that writes a row as a
+whole, so that an interrupt leaves whole rows. What is in closed form is computed for the reader alone, because in two
+parts it rounds differently; so is all of it for rows of 16 bits. On a GPU a kernel does the same before rows are read
+(`rows_keep_replayed`), and of a row that is read several times the first one to change its step has it.
+
+What a step records takes about 100 bytes, for all rows. On a GPU a kernel after each update keeps it, so inside
+graphs, too. Files and checkpoints hold rows as they lie, and the history (`histories`); a state dict holds rows at the
+current step, in torch's form, and those that lag beside it.
 """
 
 from __future__ import annotations

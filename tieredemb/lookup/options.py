@@ -34,5 +34,6 @@ class LookupOptions:
 
     @functools.cached_property
     def plans_padding(self) -> bool:
-        """Whether the rows of padding are planned: they are read, or scaled."""
+        """Whether the rows of padding are planned: they are read, or scaled, as torch scales them though no bag reads
+        them. Those that are scaled alone are left out of what is read and trained."""
         return not self.padding_is_dropped or self.max_norm is not None

@@ -8,6 +8,15 @@ batches before was.
 Where the cache has room for the rows of three batches, a plan gives away slots at once. Where it may have not, it finds
 what is missed, and slots are given away when the rows come, at the beginning of the next replay: the batch that was
 computed by then locks nothing any more, and no hit is lost for going ahead.
+
+So the way to cold storage rests between two replays alone, and where slots are given away late. Slots are given away
+side by side for several widths, but rows come group by group: one swap alone saturates PCIe with few multiprocessors,
+and five at once left none to what computes.
+
+A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
+What was left for later is on the books until the replay that brings it was launched. To end it again changes nothing,
+as the device knows what has come (`over`, `published`): so a replay that was interrupted, or rows that another call
+has brought in meanwhile, need no undoing.
 """
 
 from __future__ import annotations

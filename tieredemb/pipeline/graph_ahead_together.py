@@ -4,6 +4,19 @@ ids of the one after that go to the ranks that own their rows, which plan them.
 Each rank tells the others before every step what it has planned, and what it could do; all do what all can. Whether
 the ids of a batch are good, and fit what a graph exchanges, the graph finds out that plans it, and tells the host,
 which reads it two steps later. A batch that did not fit, of which a part was planned, runs eagerly.
+
+Exchanges of a communicator follow one another as they are launched. So the ids of the batch that is planned go behind
+the rows of the one that is computed, which would wait for them otherwise. What is found out about ids, and their
+exchange, goes on beside what the last plan has left to settle, which the plan alone waits for. As it is made amid the
+step, forwards of tables of this rank alone may be over on the books by then, while their update is yet to run: the
+plan comes behind it (`StreamOrder.whole`).
+
+The host is never further ahead than two steps, and counts nothing of a batch before it has read this. One that
+finds a replay not over for ten seconds goes on to where the ranks tell each other what they can do, as one may have
+gone, for which the GPU would wait. What did not fit was cut off inside its block, and planned in vain; what not all
+ranks have planned all give up. Rows come back once for each different row, in blocks of as many as the ranks have
+seen, with some room; a batch with more runs eagerly, and all capture anew. Gradients come where the rows of the output
+lie, so that no owner puts them into the order of the ids: an update finds them by number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
 """Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are, and of
-related pools, which have tables of other widths."""
+related pools, which have tables of other widths.
+
+A CPU's ids and offsets are checked with the plan. Where one table's are wrong it fails, and each forward then plans by
+itself and says so. What has weights of its samples, `max_norm` or maxima, or names the ends of its bags, is planned
+apart. Once batches have not fitted each other, as sequences beside single ids, those of tables whose batches did are
+planned as one from there on, whatever pools they are of.
+"""
 
 from __future__ import annotations
 

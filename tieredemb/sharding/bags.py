@@ -2,6 +2,9 @@
 
 Of a table that is dealt out rows come back, of an id that occurs several times once, and each occurrence is pooled from
 there; of one that a rank holds whole, pooled bags.
+
+An id goes for every occurrence, as the owner trains and scores each. That of an occurrence which is not the first of
+its row is inverted, so that the message says by itself which rows are asked for.
 """
 
 from __future__ import annotations

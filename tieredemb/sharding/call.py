@@ -5,6 +5,17 @@ back, and are pooled where the bags are; of tables that a rank holds whole it po
 where they differ, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
 pooled bag, goes to the owner, which updates its rows as one process would that has the batches of all ranks, one after
 the other.
+
+Gradients travel uncombined, of a row one for each occurrence: an owner adds up those of all ranks in one order, and
+sums of a rank's own would change their bits. Of single rows a scale of an occurrence (a weight, or a mean's share)
+goes beside its gradient. The gradient of weights is computed where the bags are, of all rows, which come beside the
+pooled bags to the ranks that ask for it.
+
+A forward has two headers, before its ids and before its rows, and one more where its ids were exchanged ahead, or
+weights of whole tables are. A backward pass has one before gradients are sent, in which ranks also tell which forwards
+it has reached; and one more before the update where a rank has yet to put together what comes, so that none updates
+where one of them could not. Ids are exchanged by the thread of the loop or the forward, gradients by that of the
+backward, in one order on all ranks; with prefetch the owners plan while a batch computes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ To make a process group is to wait for all of its ranks until its timeout, also 
 make one, and again before they compare what they have built, ranks write to the store that they are there, and read
 whether all are. Meanwhile each looks at the connections that an earlier group of gloo has to the others: gloo finds at
 once that a process has ended, and then refuses to receive from it. No thread waits for that.
+
+They compare late what they have built because a rank that fills rows is late, and not gone.
 """
 
 from __future__ import annotations

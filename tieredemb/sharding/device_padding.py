@@ -1,5 +1,9 @@
 """Exchanges of one size on a GPU, of tables that are dealt out: by a few kernels what `padding` and `padded_request` do
-by arithmetic of tensors, of which each step is a launch."""
+by arithmetic of tensors, of which each step is a launch.
+
+Some ninety launches one after the other were what a captured step waited for. Kernels do it where different rows come
+back once, and, of what has come, where no table of the width is whole.
+"""
 
 from __future__ import annotations
 

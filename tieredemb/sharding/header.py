@@ -1,4 +1,8 @@
-"""What ranks tell each other before they exchange anything: the words of a header."""
+"""What ranks tell each other before they exchange anything: the words of a header.
+
+A `Course` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have met an
+error between.
+"""
 
 from __future__ import annotations
 

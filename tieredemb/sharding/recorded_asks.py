@@ -6,6 +6,11 @@ That size is `max_ids`; where the user names none, it is somewhat more than any 
 ranks had as many samples, which the headers tell all of them; and likewise how many different rows come back. The host
 does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before rows are
 sent. A batch that does not fit is asked for again, in the sizes that it needs, and one that is wrong asks for nothing.
+
+A batch that needs more than the bound, or far less, goes in the sizes that it needs, and changes the bound. After one
+that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense optimizers and
+with `max_norm`, the host always looks first. The graphs lie in memory of their own, which a forward has until its
+gradients are exchanged; what an update that is put off reads is copied. Forwards in flight have others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """What all ranks ask of one in the tables of one width: one batch, of rows of tables that are dealt out, and of bags of
-those that the rank holds whole. So there is one plan of it, and one update."""
+those that the rank holds whole. So there is one plan of it, and one update.
+
+The ids of all ranks are one batch feature by feature, and within a feature rank by rank: the order that one process
+would have. Rows of its output are single rows, or pooled bags (`step.stack`). So an owner's update is that of one
+process, bit for bit.
+"""
 
 from __future__ import annotations
 

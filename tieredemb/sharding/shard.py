@@ -1,4 +1,8 @@
-"""The side of a lookup where the rows are: what a rank owns of the tables of one width, and what others ask of it."""
+"""The side of a lookup where the rows are: what a rank owns of the tables of one width, and what others ask of it.
+
+What a rank owns of a width is a table set as any other. Its tables are parts of larger ones (`TablePart`), and its
+rows go by the ids of those: initial values, random bits of rounding, checkpoints.
+"""
 
 from __future__ import annotations
 

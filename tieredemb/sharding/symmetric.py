@@ -5,6 +5,11 @@ of NCCL copies it. All such room is used once in a captured step (`captures`). W
 any more what was there before, and who reads that all have written. For both there is a barrier: a collective of NCCL,
 of one word, so a rank that has gone is noticed as in any other. NCCL promises nothing of memory that is not its own: so
 who writes ends with a fence (`spread.cuh`).
+
+The barriers are before the first rows of a step, behind rows, and behind gradients. Rows and gradients of each forward
+have room of their own, which is written once a replay: gradients of the step before were read before a rank comes to
+the barrier that this step begins with. All ranks make the room before they capture, or none does, and each finds out
+by a word in it that what it has mapped is the others'.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """A step on a GPU that is given the gradients of rows, and no calls: of many rows some at a time; and how a loss reads
-a table as a whole there."""
+a table as a whole there.
+
+The step of several chunks is one change of the caches' logs, inside which the cache is called as ever. A GPU counts
+the step first and keeps what it took last, so rows that a chunk's gradient is made of are read at the steps from
+before it (`DeviceGroup.reading_before`).
+"""
 
 from __future__ import annotations
 

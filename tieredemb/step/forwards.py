@@ -3,6 +3,24 @@ has its slice. Where an update is of all tables of a pool, it is that of one bat
 
 Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before it
 in its pool.
+
+What is planned as one: blocks have ids, edges, faults and outputs of their own, and one plan, on a GPU one recording.
+Shapes and dtypes are checked once for each form of a batch (`batch_form`). On a GPU one launch puts ids and edges
+together. What is asked of one forward alone, as weights of its samples, is a call over its slice of the plan
+(`Call.alone`).
+
+The first forward that comes looks up for all. Each is handed its own output, while no row has changed since; else it
+looks up by itself. All outputs are those of one autograd node: what Python does in forward and backward it does once,
+and not for each table and on two threads, between whose caches it would go back and forth.
+
+An update that reaches all forwards of a block, and no table of theirs by another call, is that of one batch
+(`by_call`), on a GPU those of all blocks one recording; any other is put together from slices. In a graph and on the
+CPU it reads the gradients where they lie. On the CPU that of a dense optimizer needs tables that have taken the same
+steps.
+
+Rows of a dense optimizer are read as they are at the steps that were taken. Rows that no forward asks for stay behind,
+as without the plan. Those of forwards that have come are brought there once it is known which forwards come, in one
+pass if all do, and at the latest before the next step (`catch_up_lagging`).
 """
 
 from __future__ import annotations

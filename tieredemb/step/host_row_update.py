@@ -1,4 +1,7 @@
-"""A step on the CPU that is given the gradients of rows, and no calls: of many rows some at a time."""
+"""A step on the CPU that is given the gradients of rows, and no calls: of many rows some at a time.
+
+A step that reaches all rows is one change of the caches' logs, inside which the cache is called as ever.
+"""
 
 from __future__ import annotations
 

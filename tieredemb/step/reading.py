@@ -3,6 +3,10 @@
 One pass: ids are searched in the map, uses are scored, and rows are pooled where they lie, in a slot or in cold
 storage. Nothing is planned and nothing is locked, as nothing comes after it; which rows then come into slots is the
 cache's to say.
+
+Scores are those of a plan. Missed rows are scored in cold storage, where one that was never written is generated
+first. They come into free slots, and every 16th step (`READINGS` of the cache) also into slots of others. Rows of a
+dense optimizer would have to be brought to the current step, so they are planned.
 """
 
 from __future__ import annotations

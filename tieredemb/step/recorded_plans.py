@@ -1,7 +1,20 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
 launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
 plan, the lookup is part of the graph. Where rows pass through the host there are two: one up to the report of what is
-missed, and one that brings the rows in."""
+missed, and one that brings the rows in.
+
+Batches of bags of any length have different numbers of ids, so a graph has room for as many or a sixteenth more
+(`room_for`), and what lies beyond is dropped, as ids beyond the last bag are. Of one table's bags of one length there
+is room for more samples, too, whose bags are empty. Rows that are outputs of their own, as those of a
+TieredEmbeddingCollection, have graphs for each number of ids. Of forwards whose samples have weights the plan alone is
+recorded, and the lookup, which reads them, is launched.
+
+A recording plans into memory of its own, so a form that is in flight twice has two. A plan on a thread of its own
+comes, on the device, behind no more than what was released when it was asked for: a recording is not free for it until
+its last batch is one of those. The ledger counts a replay as it counts a plan; where it would lock otherwise than at
+the recording, it is another form. Where rows that pass through the host are left without a slot, the second half is
+launched, and so are plans while there are such rows. What cannot be recorded is launched, with the same bits.
+"""
 
 from __future__ import annotations
 

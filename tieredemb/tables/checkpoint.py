@@ -1,5 +1,9 @@
 """Checkpoints of a module, or of all tables of a model: rows of all their key spaces, and what optimizers and users
-want remembered."""
+want remembered.
+
+One manifest holds all sets of tables that are saved as one: the names of their key spaces begin with a number of the
+set. A whole model numbers its sets by the names of their tables, which the manifest lists.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Caches that share one capacity, which is divided among them by what their rows are used for, again and again."""
+"""Caches that share one capacity, which is divided among them by what their rows are used for, again and again.
+
+Now and then the cold scores, which were just written back, tell what share of the batches uses a row, and so how often
+a batch looks it up (`use`). Slots go where a byte serves most lookups (`shares.by_use`). Caches of other sizes are
+then made anew over the same cold rows, as in a move to another device, and filled by an unscored plan of the rows that
+were used most. So no number changes, and an interrupt finds the old caches or the new ones.
+
+It happens while no ticket is in flight, before the plan of a forward. Other threads that were on their way to the old
+caches plan again, as the place of the tables has changed (`table_set.PlaceLocks`). Prefetch leaves a batch unplanned
+for it. A captured step finds its tables in another place, and is captured anew; a cache whose addresses a graph of the
+user's has is never made anew.
+"""
 
 from __future__ import annotations
 

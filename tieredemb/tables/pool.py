@@ -3,6 +3,8 @@
 Capacity goes where the lookups are, whichever table's they are: one cache for all beats one for each. What concerns a
 table is the table's: its lookups, steps, state, counters, copies. What concerns the cache is that of all: its device,
 flushing and closing it, checkpoints.
+
+A width that has one table alone is a pool of one. A model that has one table is that table's, and no pool.
 """
 
 from __future__ import annotations

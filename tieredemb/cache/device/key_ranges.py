@@ -1,4 +1,8 @@
-"""Rows of consecutive keys, found where they are: in slots, or in cold storage that kernels reach. No row moves."""
+"""Rows of consecutive keys, found where they are: in slots, or in cold storage that kernels reach. No row moves.
+
+What reads or updates them is no batch: one launch finds the rows, nobody gets a slot or leaves one, and no use is
+counted. Over staged tiers such rows are planned instead.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,9 @@ finished later.
 
 Rows of a batch larger than the cache stay where they are and are used there, under records (`plan.Records`): no home
 changes while a ticket is in flight, so such a row gets a slot only in a plan after its last ticket.
+
+A record is freed by the first plan after that last ticket. On a staged tier the rows under records lie on the device;
+on the CPU such rows get transient slots (`host.hot_rows`).
 """
 
 from __future__ import annotations

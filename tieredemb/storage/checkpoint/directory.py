@@ -7,6 +7,10 @@ files of new names, syncs them, reads them back from the disk, and then replaces
 the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
 no manifest names is deleted by the next save. A load opens all files before it reads them, so that a save
 may delete them under it.
+
+What is written to tmpfs is not read back, which would read the memory that was just written. A load reads all files
+twice: first to verify them and then, when all are right, to take the rows. Checksums are computed both times, but on
+tmpfs, as memory need not hold what was read first. Ranks compare the identity of what they have opened.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ manifest.
 
 Chunk i lies in file i mod F, behind the chunks that are there already. A filesystem lets one thread write to a file at
 a time, so a large key space has several files; a small one has one, as all had before.
+
+All threads write, read back and load chunks, of 2 MiB, one by one. Where chunks lie depends on no number of threads.
 """
 
 from __future__ import annotations

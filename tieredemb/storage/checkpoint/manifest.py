@@ -2,6 +2,9 @@
 
 Everything in it is checked when it is read, before anything is done with it: a right checksum proves that it did not
 change, not that this library wrote it.
+
+A checkpoint has the lowest version whose readers know all that is in it: 1 with one row file a key space, 2 with
+several, 3 with those of several ranks, 4 with histories of optimizers, 5 of a whole model.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 A survey takes the files of this process and reads their headers; it changes nothing. What all processes have surveyed
 is then compared (`check_set`): a set that lacks a file, or has one of another day, is refused whole. Only after that a
 file is created or used.
+
+An opening is given the names of all key spaces and reads all headers under the locks of the files; one that fails
+leaves them as they were. The generation grows by one when rows are first used in a session: all open files are marked
+then, and their headers tell which files were closed before (`left`), so that these are told from files of another day.
+A file whose first rows were never all written says so (`filled`), and its whole set is made anew.
 """
 
 from __future__ import annotations
