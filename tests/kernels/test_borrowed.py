@@ -11,6 +11,7 @@ import torch
 import tieredemb as te
 from tieredemb.kernels.cpu import borrowed, keep
 from tieredemb.lookup.optimizers import sgd_cpu
+from tieredemb.step.reading_cpu import bags_read
 
 BLOCK = re.compile(r"^([\w.$-]+):.*$", re.MULTILINE)
 LABEL = re.compile(r"label %([\w.$-]+)")
@@ -76,6 +77,16 @@ def test_kernels_of_dense_optimizers_count_no_references_in_a_loop():
         [code] = again.inspect_llvm().values()
         [ranges] = [function for function in code.split("\ndefine ") if ".ranges(" in function.partition("\n")[0]]
         assert len(COUNTING.findall(ranges)) == 1  # what each range has allocated is freed at its end
+
+
+def test_reading_counts_no_references_in_a_loop():
+    with torch.no_grad():
+        te.TieredEmbeddingBag(20, 4, capacity=1.0, device="cpu")(torch.arange(8), torch.arange(0, 8, 2))
+    again = fresh(bags_read.py_func)
+    again.compile(bags_read.signatures[0])
+    [code] = again.inspect_llvm().values()
+    [ranges] = [function for function in code.split("\ndefine ") if ".ranges(" in function.partition("\n")[0]]
+    assert len(COUNTING.findall(ranges)) == 1  # what each range has allocated is freed at its end
 
 
 def test_counting_in_loops_is_found():

@@ -183,6 +183,17 @@ def test_a_refused_batch_changes_nothing(inputs, error):
     assert torch.equal(module.weight.detach(), rows)
 
 
+def test_a_bad_id_of_one_width_scores_no_row_of_another():
+    tables = [te.TableConfig(name=f"t{w}", num_embeddings=ROWS, embedding_dim=w, mode="sum") for w in (8, 16)]
+    module = te.TieredEmbeddingBagCollection(tables, capacity=SLOTS)
+    with torch.no_grad():
+        module(torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+        before = module.stats()
+        with pytest.raises(IdOutOfRangeError, match="t16"):
+            module(torch.tensor([1, ROWS]), torch.tensor([0, 1, 2]))
+    assert module.stats() == before
+
+
 @pytest.mark.parametrize("inputs", [([], [0, 0]), ([], []), ([5], [0])], ids=str)
 def test_empty_bags_and_batches(inputs):
     module = bag()

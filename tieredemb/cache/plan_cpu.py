@@ -8,7 +8,7 @@ to the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -121,30 +121,63 @@ def claim_cell(key, cells):
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
 
 
-def missed_keys(homes: Array, missed: int) -> Array:
-    """The keys of the rows of `homes` that lie in cold storage, int64 (M,), in order of first occurrence. `missed`: how
-    many occurrences they have, at least one."""
-    keys = np.empty(missed, np.int64)
-    claims = np.zeros(1 << (2 * missed - 1).bit_length(), np.int64)  # key + 1; at most half are used
-    return keys[: missed_claim(homes, claims, keys)]
+class Uses(NamedTuple):
+    """Rows that were looked up where they lie. `slots`: int32 (U,), of those in slots · `keys`: int64 (M,), of the
+    others, in order of first occurrence · `lookups`, `hits`: how many occurrences there are without those in no bag,
+    and how many are of rows in slots."""
+
+    slots: Array
+    keys: Array
+    lookups: int
+    hits: int
+
+
+def note_uses(homes: Array, missed: int, last_batch: Array, stamp: np.int32) -> Uses:
+    """What was looked up at `homes`, int64 (N,) (`IN_NO_BAG`, `COLD`), of which so many occurrences `missed`; stamps
+    the rows in slots."""
+    slots, keys = np.empty(len(homes), np.int32), np.empty(missed + 1, np.int64)
+    claims = np.zeros(1 << (2 * missed).bit_length(), np.int64)  # key + 1; at most half are used
+    counted = np.empty(4, np.int64)
+    uses_note(homes, last_batch, stamp, claims, slots, keys, counted)
+    used, unique, lookups, hits = counted.tolist()
+    return Uses(slots[:used], keys[:unique], lookups, hits)
 
 
 @jit
-def missed_claim(homes, claims, keys):
-    cells = claims.shape[0]
-    count = 0
+def uses_note(homes, last_batch, stamp, claims, slots, keys, counted):
+    """See `note_uses`. Which rows are where, and which came before, is chance: no branch of the first loop asks."""
+    used = 0
+    missed = 0
+    lookups = 0
+    hits = 0
     for i in range(homes.shape[0]):
-        if homes[i] > COLD:
-            continue
-        key = COLD - homes[i]
+        if i + AHEAD < homes.shape[0]:
+            prefetch(last_batch, max(homes[i + AHEAD], 0))
+        home = homes[i]
+        is_hit = home >= 0
+        slot = max(home, 0)
+        before = last_batch[slot]
+        slots[used] = slot
+        used += is_hit & (before != stamp)
+        last_batch[slot] = stamp if is_hit else before
+        keys[missed] = COLD - home
+        missed += home <= COLD
+        lookups += home != IN_NO_BAG
+        hits += is_hit
+    cells = claims.shape[0]
+    unique = 0
+    for i in range(missed):
+        key = keys[i]
         cell = claim_cell(key, cells)
         while claims[cell] != 0 and claims[cell] != key + 1:
             cell = (cell + 1) & (cells - 1)
-        if claims[cell] == 0:
-            claims[cell] = key + 1
-            keys[count] = key
-            count += 1
-    return count
+        keys[unique] = key
+        unique += claims[cell] == 0
+        claims[cell] = key + 1
+    counted[0] = used
+    counted[1] = unique
+    counted[2] = lookups
+    counted[3] = hits
 
 
 @jit

@@ -138,25 +138,15 @@ def prefetch(typingctx, array, index):
     return types.void(array, types.int64), codegen
 
 
-def _atomic(operation: str) -> Callable[..., Any]:
-    """An intrinsic of (array, index, value), of one dimension: what was at the index, where `operation` (LLVM's
-    `atomicrmw`) leaves something else in one step, whatever other threads do."""
+@intrinsic
+def added(typingctx, array, index, value):
+    """Adds to an element of an int64 array of one dimension, whatever other threads add; returns what it was."""
 
-    def rmw(typingctx, array, index, value):
-        def codegen(context, builder, signature, args):
-            view = context.make_array(signature.args[0])(context, builder, args[0])
-            given = context.cast(builder, args[2], signature.args[2], array.dtype)
-            return builder.atomic_rmw(operation, builder.gep(view.data, [args[1]]), given, "monotonic")
+    def codegen(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", builder.gep(view.data, [args[1]]), args[2], "monotonic")
 
-        return array.dtype(array, types.int64, value), codegen
-
-    rmw.__name__ = rmw.__qualname__ = f"atomic_{operation}"
-    made: Callable[..., Any] = intrinsic(rmw)
-    return made
-
-
-exchanged = _atomic("xchg")
-added = _atomic("add")
+    return types.int64(array, types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -54,12 +54,6 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
         edges = batch.offsets.edges()
     else:
         edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
-    blocks = []
-    for group in place.groups:
-        space = group.space
-        blocks.append(space.features if batch.places is None else space.blocks(batch.places))
-        if not ids_are_inside(ids, edges, blocks[-1], batch.size, space.size):
-            return None
     dtype, columns = place.config.output_dtype, context.tables.columns
     # numpy's memory comes in huge pages
     out = np.empty((batch.size, int(columns[-1])), CARRIERS[dtype])
@@ -67,9 +61,17 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     if batch.weights is not None:
         weights = batch.weights.detach().to(torch.float32).contiguous().numpy()
     try:
-        for group, its in zip(place.groups, blocks, strict=True):
+        bags = []
+        for group in place.groups:
+            blocks = group.space.features if batch.places is None else group.space.blocks(batch.places)
+            bags.append((ids, edges, blocks, batch.size))
+        for group, its in zip(place.groups[1:], bags[1:], strict=True):  # before the rows of any width are scored
+            if not ids_are_inside(*its, group.space.size):
+                return None
+        for group, its in zip(place.groups, bags, strict=True):
             assert isinstance(group, HostGroup)
-            _read_group(group, ids, edges, its, batch.size, weights, options.padding_is_dropped, kind, out)
+            if not _read_group(group, its, weights, options.padding_is_dropped, kind, out):
+                return None
     except StorageError:
         if context.tables.placed.now is place:
             raise
@@ -80,26 +82,26 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
 @ranged("lookup")
 def _read_group(
     group: HostGroup,
-    ids: Array,
-    edges: Array,
-    blocks: Array,
-    batch: int,
+    bags: tuple[Array, Array, Array, int],
     weights: Array,
     padding_is_dropped: bool,
     kind: PlanKind,
     out: Array,
-) -> None:
-    """Pools the features of one group into their columns of `out`. `blocks`: see `KeySpace.blocks`."""
-    space, cache = group.space, group.cache
+) -> bool:
+    """Pools the features of one group into their columns of `out`; returns False where an id is out of range. `bags`:
+    ids, edges, the block of each feature among these (`KeySpace.blocks`), and how many bags a feature has."""
+    space, (ids, _, _, batch) = group.space, bags
     mode = space.mode if group.config.pooled else rows_space(space.width, "sum").mode
     padding = space.padding if padding_is_dropped else np.full(len(space.padding), -1, np.int64)
-    of = (ids, edges, blocks, batch, space.first, padding, mode, space.column, weights)
+    of = (*bags, space.first, space.size, padding, mode, space.column, weights)
     homes = np.empty(len(ids), np.int64)
     homes.fill(IN_NO_BAG)
     bounds = even_bounds(batch, POOL_GRAIN * batch // max(1, len(ids) * space.width))
 
-    def look_up(rows: Readable, counted: Array) -> Array:
+    def look_up(rows: Readable) -> tuple[Array, int] | None:
+        counted = np.zeros(2, np.int64)
         parallel_for(bags_read, bounds, *of, *rows, homes, out, counted)
-        return homes
+        missed, bad = counted.tolist()
+        return None if bad else (homes, missed)
 
-    cache.read(look_up, kind, client=group.client)
+    return group.cache.read(look_up, kind, client=group.client)

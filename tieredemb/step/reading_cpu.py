@@ -1,17 +1,14 @@
-"""The kernels of a lookup without gradient on the CPU: ids are searched, uses scored, and rows pooled in one pass."""
+"""The kernels of a lookup without gradient on the CPU: rows are found and pooled in one pass."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.cache.host.cache import HITS, LOOKUPS, USED
 from tieredemb.cache.plan_cpu import COLD, IN_NO_BAG
-from tieredemb.cache.policy_cpu import raised
 from tieredemb.kernels.constants import MAX, MEAN
 from tieredemb.kernels.cpu import (
     added,
     borrowed,
-    exchanged,
     fma,
     inline,
     is_direct,
@@ -34,12 +31,12 @@ AHEAD = 16  # ids whose places are asked for early
 @jit
 def ids_are_inside(ids, edges, blocks, batch, size):
     """Whether all ids in the bags of features are rows of their tables. `size`: int64 (F,)."""
-    outside = False
+    outside = 0
     for f in range(blocks.shape[0]):
         rows = np.uint64(size[f])
         for i in range(edges[blocks[f] * batch], edges[(blocks[f] + 1) * batch]):
-            outside |= np.uint64(ids[i]) >= rows
-    return not outside
+            outside += np.uint64(ids[i]) >= rows
+    return outside == 0
 
 
 # Rows lie in two arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes: so
@@ -49,7 +46,8 @@ def ids_are_inside(ids, edges, blocks, batch, size):
 @inline
 def offset_of(home, apart, columns):
     """The first weight of a row, counted from that of slot 0. `apart`: that of cold row 0."""
-    return home * columns if home >= 0 else apart + (COLD - home) * columns
+    cold = home >> 63  # all bits of a row in cold storage, whose number is COLD − home
+    return ((home ^ cold) + cold) * columns + (apart & cold)
 
 
 @inline
@@ -138,13 +136,12 @@ def bag_maximum(acc, homes, first, stop, hot, cold, apart, columns):
 
 @over_ranges
 def bags_read(
-    lo, hi, ids, edges, blocks, batch, start, padding, mode, column, weights,
-    places, hot, cold, last_batch, score, stamp, now, kind, unit,
-    homes, out, counted,
+    lo, hi, ids, edges, blocks, batch, start, size, padding, mode, column, weights,
+    places, hot, cold, homes, out, counted,
 ):  # fmt: skip
-    """All bags of samples lo … hi − 1. Moves D · itemsize + 8 bytes an occurrence, each at random, and as many a bag in
-    order. Each row in a slot is stamped and scored by one thread; a second pass of the same stamp scores none.
-    `homes`: int64 (N,), takes where each row lies · `counted`: int64 (3,), is added to."""
+    """All bags of samples lo … hi − 1. Moves D · itemsize + 12 bytes an occurrence, most of them at random, and as many
+    a bag in order. `homes`: int64 (N,), takes where each row lies: comes as `IN_NO_BAG` · `counted`: int64 (2,), to
+    which the occurrences are added whose rows are in no slot, and those that are no rows of their table."""
     width = row_width(hot)
     columns = hot.shape[1]
     apart = (cold.ctypes.data - hot.ctypes.data) // hot.itemsize
@@ -152,29 +149,29 @@ def bags_read(
     weighted = weights.shape[0] > 0
     sums = np.empty(width, np.float32)
     acc = borrowed(sums)
-    lookups = 0
-    hits = 0
-    used = 0
+    count = 0
+    bad = 0
     for block in range(lo, hi, SAMPLES):
         end = min(block + SAMPLES, hi)
         for f in range(mode.shape[0]):
             stop = edges[blocks[f] * batch + end]
+            rows = np.uint64(size[f])
             for i in range(edges[blocks[f] * batch + block], stop):
                 if i + AHEAD < stop:
                     prefetch(places, ids[i + AHEAD] + start[f])
+                if np.uint64(ids[i]) >= rows:
+                    bad += 1
+                    continue
+                if ids[i] == padding[f]:
+                    homes[i] = IN_NO_BAG
+                    continue
                 key = ids[i] + start[f]
                 slot = np.int64(places[key]) - 1
-                is_read = ids[i] != padding[f]
-                home = slot if slot >= 0 else COLD - key
+                is_cold = slot >> 63  # all bits, or none
+                home = (slot & ~is_cold) | ((COLD - key) & is_cold)
                 row_ask(hot, offset_of(home, apart, columns), columns, line)
-                homes[i] = home if is_read else IN_NO_BAG
-                lookups += is_read
-                hits += is_read and slot >= 0
-            for i in range(edges[blocks[f] * batch + block], stop):
-                home = homes[i]
-                if home >= 0 and last_batch[home] != stamp and exchanged(last_batch, home, stamp) != stamp:
-                    score[home] = raised(np.int64(score[home]), now, kind, unit)
-                    used += 1
+                homes[i] = home
+                count -= is_cold
         for b in range(block, end):
             for f in range(mode.shape[0]):
                 bag = blocks[f] * batch + b
@@ -186,15 +183,14 @@ def bags_read(
                 else:
                     bag_sum(acc, homes, first, stop, hot, cold, apart, columns)
                 if mode[f] == MEAN and stop - first > 1:
-                    count = 0
+                    read = 0
                     for i in range(first, stop):
-                        count += homes[i] != IN_NO_BAG
-                    divisor = np.float32(max(count, 1))
+                        read += homes[i] != IN_NO_BAG
+                    divisor = np.float32(max(read, 1))
                     for d in range(width):
                         acc[d] /= divisor
                 for d in range(width):
                     store(out, b, to + d, acc[d])
-    added(counted, LOOKUPS, lookups)
-    added(counted, HITS, hits)
-    added(counted, USED, used)
+    added(counted, 0, count)
+    added(counted, 1, bad)
     keep(sums)

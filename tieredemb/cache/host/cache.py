@@ -29,7 +29,7 @@ from tieredemb.cache.plan_cpu import (
     UNIQUE,
     Numbering,
     count_arrivals,
-    missed_keys,
+    note_uses,
     number,
     resolve,
 )
@@ -68,23 +68,15 @@ SLOTS_MOVE = _SlotsMove()
 
 
 class Readable(NamedTuple):
-    """What a lookup without a plan reads, and scores by: the `places` of rows (`RowIndex`), rows in slots (`hot`) and
-    in cold storage, and per slot the last batch and the score. A row in a slot whose last batch is not yet `stamp` is
-    given it, and its score one more use at clock `now`."""
+    """What a lookup without a plan reads: the `places` of rows (`RowIndex`), and their weights in slots (`hot`) and in
+    cold storage, carriers (C, D) and (rows, D)."""
 
     places: Array
     hot: Array
     cold: Array
-    last_batch: Array
-    score: Array
-    stamp: np.int32
-    now: int
-    kind: int
-    unit: float
 
 
-LOOKUPS, HITS, USED = range(3)  # what such a lookup counts; those used are rows in slots
-READINGS = 16  # after so many of them at the latest missed rows take the place of others
+READINGS = 16  # after so many steps of such lookups at the latest missed rows take the place of others
 
 
 class _Left(NamedTuple):
@@ -178,49 +170,56 @@ class HostCache(Cache):
             self._book.open(ticket)
             return ticket
 
-    def read(self, look_up: Callable[[Readable, Array], Array], kind: PlanKind, *, client: int | None = None) -> None:
+    def read(
+        self,
+        look_up: Callable[[Readable], tuple[Array, int] | None],
+        kind: PlanKind,
+        *,
+        client: int | None = None,
+    ) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
         by a plan. Missed rows come into slots where some are free, and now and then in the place of others, once they
-        were read.
+        were read. Returns False, and changes nothing, where `look_up` found no such rows.
 
-        `look_up`: reads the rows, and returns where each was, int64 (N,) (`IN_NO_BAG`, `COLD`). It adds to an int64
-        (3,) what it counts, and is called again if it met rows that were never written · `kind`, `client`: see `plan`.
+        `look_up`: reads the rows, and returns where each was, int64 (N,) (`IN_NO_BAG`, `COLD`), and how many were in no
+        slot; called again if it has met rows that were never written. Or None · `kind`, `client`: see `plan`.
         """
         with self.plan_lock, self.lock:
             self._check_usable()
-            cold, hot = self.cold, self.hot
+            cold, hot, scoring = self.cold, self.hot, self.scoring
+            assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
+            rows = Readable(self._index.places, hot.weight, cold.weight)
+            read = look_up(rows)
+            if read is None:
+                return False
             is_later = kind.ages is True or cold.metadata.batch == 0
             cold.metadata.batch += is_later
             self._readings += is_later
             is_due = self._readings % READINGS == 0
             self._last = batch = self._last + 1
             self._clients.planner = None  # of a plan that was interrupted
-            if is_due and len(hot.key) > hot.capacity:
-                self._retire_transients(batch)
-            scoring, counted = self.scoring, np.zeros(3, np.int64)
-            now, missed = scoring.now(cold.metadata.batch), np.empty(0, np.int64)
-            assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
-            arrays = self._index.places, hot.weight, cold.weight, hot.last_batch, hot.score
-            rows = Readable(*arrays, stamp(batch), now, scoring.kind, scoring.unit)
-            homes = look_up(rows, counted)
-            lookups, hits, unique = counted.tolist()
-            if lookups > hits:
-                missed = missed_keys(homes, lookups - hits)
+            now = scoring.now(cold.metadata.batch)
+            slots, missed, lookups, hits = note_uses(*read, hot.last_batch, stamp(batch))
+            raise_scores(slots, hot.score, now, scoring)
+            if len(missed):
                 words = (missed + 1) * cold.state.shape[1] - 1  # of all states in a row, the scores
                 untouched = missed[cold.state.reshape(-1)[words] == 0]
                 if len(untouched):
                     self._write_initial(untouched)
-                    look_up(rows, counted)
+                    look_up(rows)
                 if scoring.remember:
                     raise_scores(words, cold.state.reshape(-1), now, scoring)
-            found = lookups, hits, unique + len(missed)
+            found = [lookups, hits, len(slots) + len(missed)]
             self._counts["batches"] += is_later
             for name, value in zip(COUNTED, found, strict=True):
                 self._counts[name] += value
             if client is not None:
-                self._clients.planned((client,), cold.metadata.batch, COUNTED, [[*found]])
+                self._clients.planned((client,), cold.metadata.batch, COUNTED, [found])
+            if is_due and len(hot.key) > hot.capacity:
+                self._retire_transients(batch)
             if len(missed) and (hot.free or is_due):
                 self._let_in(missed, client, batch, takes=is_due)
+            return True
 
     def _write_initial(self, keys: Array) -> None:
         """Writes rows to cold storage that never were, `keys` int64 (K,), distinct."""
