@@ -53,6 +53,19 @@ def test_outputs_and_counts_are_those_of_rows_in_slots(keywords, width, tmp_path
     there.close()
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("most", [1, 3])
+def test_bits_of_numbers_that_compare_alike(mode, most):
+    """A minus before a zero, and what is in a NaN, are those of a forward that trains."""
+    weight = torch.tensor([0.0, -0.0, torch.nan, 1e-42, -torch.inf])[torch.randint(5, (ROWS, WIDTH))]
+    weight.view(torch.int32)[weight.isnan()] += 5
+    module = bag(mode=mode, _weight=weight)
+    for inputs in batches(8, most=most, bags=40):
+        trained = module(*inputs).detach()
+        with torch.no_grad():
+            assert torch.equal(module(*inputs).view(torch.int32), trained.view(torch.int32))
+
+
 def test_weights_of_samples(tmp_path):
     here, there = bag(), bag(tmp_path)
     for inputs in batches(5):

@@ -19,6 +19,7 @@ from tieredemb.kernels.cpu import (
     prefetch,
     row_width,
     store,
+    weight_copy,
 )
 from tieredemb.kernels.lanes_cpu import lanes_add, lanes_put, zeros
 from tieredemb.kernels.parallel_cpu import over_ranges
@@ -56,6 +57,18 @@ def weight_at(hot, cold, home, offset, d):
     if is_direct(hot):
         return load(hot, 0, offset + d)
     return load(hot, home, d) if home >= 0 else load(cold, COLD - home, d)
+
+
+@inline
+def row_copy(out, b, to, hot, cold, home, offset, width):
+    """Copies a row, bit by bit where the output has its dtype."""
+    for d in range(width):
+        if is_direct(hot):
+            weight_copy(out, b, to + d, hot, 0, offset + d)
+        elif home >= 0:
+            weight_copy(out, b, to + d, hot, home, d)
+        else:
+            weight_copy(out, b, to + d, cold, COLD - home, d)
 
 
 @inline
@@ -176,6 +189,9 @@ def bags_read(
             for f in range(mode.shape[0]):
                 bag = blocks[f] * batch + b
                 first, stop, to = edges[bag], edges[bag + 1], column[f]
+                if stop - first == 1 and not weighted and mode[f] != MAX and homes[first] != IN_NO_BAG:
+                    row_copy(out, b, to, hot, cold, homes[first], offset_of(homes[first], apart, columns), width)
+                    continue
                 if mode[f] == MAX:
                     bag_maximum(acc, homes, first, stop, hot, cold, apart, columns)
                 elif weighted:
