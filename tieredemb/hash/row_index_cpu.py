@@ -1,7 +1,7 @@
 """The slots of all rows of a key space, one by one: what a cache has in place of a map over rows in memory.
 
-A row takes 4 bytes, whether it is in a slot or not, which is little beside the row itself. A find then is one read,
-where a map hashes and probes: 2 ns and not 12.
+A row takes 4 bytes, whether it is in a slot or not, which is little beside the row itself. A find is one read, where a
+map hashes and probes.
 """
 
 from __future__ import annotations
