@@ -245,7 +245,9 @@ def test_a_step_ages_scores_once(device, trains, fetched):
     counted, expected = pool_of(model).stats(), collection.stats()
     assert (counted.batches, counted.lookups) == (expected.batches, expected.lookups) == (steps, steps * count * ids)
     assert counted.unique == expected.unique
-    assert abs(counted.hit_rate - expected.hit_rate) < 0.02  # victims of a table are chosen before the next one asks
+    # victims of a table are chosen before the next one asks; and a CPU's lookup that trains nothing brings rows in now
+    # and then alone, where one that was fetched ahead always does
+    assert abs(counted.hit_rate - expected.hit_rate) < (0.03 if fetched and not trains else 0.02)
 
 
 def test_victims_are_looked_for_in_parts_of_a_large_cache(device):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 RESOLVE_GRAIN = 8192
 COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
 UNIQUE, MISSED = 2, 3
-# where a row lies that is looked up without a plan: in a slot, or at `COLD` − its key; or the occurrence is in no bag
-IN_NO_BAG, COLD = -1, -2
+# where a row lies that is looked up without a plan: in a slot, or at `COLD` − its key; or it is not read, as padding
+NOT_READ, COLD = -1, -2
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -123,8 +123,8 @@ def claim_cell(key, cells):
 
 class Uses(NamedTuple):
     """Rows that were looked up where they lie. `slots`: int32 (U,), of those in slots · `keys`: int64 (M,), of the
-    others, in order of first occurrence · `lookups`, `hits`: how many occurrences there are without those in no bag,
-    and how many are of rows in slots."""
+    others, in order of first occurrence · `lookups`, `hits`: how many occurrences are read, and how many of rows in
+    slots."""
 
     slots: Array
     keys: Array
@@ -133,7 +133,7 @@ class Uses(NamedTuple):
 
 
 def note_uses(homes: Array, missed: int, last_batch: Array, stamp: np.int32) -> Uses:
-    """What was looked up at `homes`, int64 (N,) (`IN_NO_BAG`, `COLD`), of which so many occurrences `missed`; stamps
+    """What was looked up at `homes`, int64 (N,) (`NOT_READ`, `COLD`), of which so many occurrences `missed`; stamps
     the rows in slots."""
     slots, keys = np.empty(len(homes), np.int32), np.empty(missed + 1, np.int64)
     claims = np.zeros(1 << (2 * missed).bit_length(), np.int64)  # key + 1; at most half are used
@@ -162,7 +162,7 @@ def uses_note(homes, last_batch, stamp, claims, slots, keys, counted):
         last_batch[slot] = stamp if is_hit else before
         keys[missed] = COLD - home
         missed += home <= COLD
-        lookups += home != IN_NO_BAG
+        lookups += home != NOT_READ
         hits += is_hit
     cells = claims.shape[0]
     unique = 0

@@ -1,7 +1,7 @@
 """The slots of all rows of a key space, one by one: what a cache has in place of a map over rows in memory.
 
-A row takes 4 bytes, whether it is in a slot or not, which is little beside the row itself. A find is one read, where a
-map hashes and probes.
+A row takes 4 bytes, whether it is in a slot or not, beside the 8 bytes or more of the row itself. A find is one read,
+where a map hashes and probes.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ AHEAD = 16  # finds whose lines are asked for early
 
 
 class RowIndex:
-    """As a `SlotMap`, of keys in [0, rows). `places`: int32 (rows,), the slot + 1 of each row, or 0: memory that is
-    zero and not committed until it is used."""
+    """As a `SlotMap`, of keys in [0, rows). `slot_plus_one`: int32 (rows,), of each row its slot + 1, or 0: memory that
+    is zero and not committed until it is used."""
 
     def __init__(self, rows: int) -> None:
-        self.places: Array = np.zeros(rows, np.int32)
+        self.slot_plus_one: Array = np.zeros(rows, np.int32)
 
     def find(self, keys: Array) -> Array:
         """The slot of each key, int32 (N,), or `NOT_FOUND`. Negative keys are never found."""
         slots = np.empty(len(keys), np.int32)
-        parallel_for(row_index_find, even_bounds(len(keys), FIND_GRAIN), self.places, keys, slots)
+        parallel_for(row_index_find, even_bounds(len(keys), FIND_GRAIN), self.slot_plus_one, keys, slots)
         return slots
 
     def insert(self, keys: Array, slots: Array) -> None:
         """Adds absent, distinct `keys` (M,) with their `slots` (M,)."""
-        self.places[keys] = slots + np.int32(1)
+        self.slot_plus_one[keys] = slots + np.int32(1)
 
     def erase(self, keys: Array) -> None:
         """Removes present, distinct `keys` (M,)."""
-        self.places[keys] = 0
+        self.slot_plus_one[keys] = 0
 
     def grow(self, slots: int) -> None:
         """Has room for any number of slots."""
 
 
 @over_ranges
-def row_index_find(lo, hi, places, keys, slots):
+def row_index_find(lo, hi, slot_plus_one, keys, slots):
     """slots[i] = slot of keys[i] for lo ≤ i < hi. Moves 16 bytes a key, 4 of them at random."""
     for i in range(lo, hi):
         if i + AHEAD < hi and keys[i + AHEAD] >= 0:
-            prefetch(places, keys[i + AHEAD])
-        slots[i] = places[keys[i]] - 1 if keys[i] >= 0 else NOT_FOUND
+            prefetch(slot_plus_one, keys[i + AHEAD])
+        slots[i] = slot_plus_one[keys[i]] - 1 if keys[i] >= 0 else NOT_FOUND

@@ -226,7 +226,7 @@ class PlannedCalls:
             call.leave(model)
 
     def _reads_in_place(self) -> bool:
-        """Whether lookups without gradient need no plan."""
+        """Whether lookups without gradient need no plan, as the first table tells; those that do plan one by one."""
         table = None if self._table is None else self._table()
         return table is not None and table.tables.placed.now.are_read_in_place
 

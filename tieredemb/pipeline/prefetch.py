@@ -180,10 +180,10 @@ class Run(Generic[B]):
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listener: _Listener | None = None
         self._warned = False
-        for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _RUNNING)):
+        for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _running())):
             planned.drop_all()  # plans of a loop whose end was interrupted
         self._listen(told is None and prefetch.depth > 0)
-        _RUNNING.append(self)
+        _RUNNING.append(weakref.ref(self))
 
     def fetch(self, source: Iterator[B]) -> bool:
         """Queues the next batch and begins to plan it; returns whether that was the last."""
@@ -282,7 +282,7 @@ class Run(Generic[B]):
             each.callback(self._listen, False)
             if self._prefetch.autotuner is not None:
                 each.callback(self._prefetch.autotuner.leave)
-            each.callback(_RUNNING.remove, self)
+            each.callback(_leave, self)
 
     def _drop_all(self) -> None:
         for fetched in (*self.queue, *([] if self._current is None else [self._current])):
@@ -321,11 +321,20 @@ def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:
     return {module.planned for module in prefetch.modules.values()}
 
 
-_RUNNING: list[Run[Any]] = []
+_RUNNING: list[weakref.ref[Run[Any]]] = []  # one whose beginning was interrupted goes when nobody has it
+
+
+def _running() -> list[Run[Any]]:
+    return [run for known in tuple(_RUNNING) if (run := known()) is not None]
+
+
+def _leave(run: Run[Any]) -> None:
+    """The loop is over."""
+    _RUNNING[:] = [known for known in _RUNNING if known() not in (None, run)]
 
 
 def running(batch: Any) -> Run[Any] | None:
     """The loop that fetches ahead and has handed this very batch out, if any."""
     if not _RUNNING:
         return None
-    return next((run for run in reversed(_RUNNING) if run.has_handed_out(batch)), None)
+    return next((run for run in reversed(_running()) if run.has_handed_out(batch)), None)

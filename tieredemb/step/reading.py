@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
-from tieredemb.cache.plan_cpu import IN_NO_BAG
+from tieredemb.cache.plan_cpu import NOT_READ
 from tieredemb.errors import StorageError
 from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
 from tieredemb.kernels.row_format import CARRIERS
@@ -95,7 +95,7 @@ def _read_group(
     padding = space.padding if padding_is_dropped else np.full(len(space.padding), -1, np.int64)
     of = (*bags, space.first, space.size, padding, mode, space.column, weights)
     homes = np.empty(len(ids), np.int64)
-    homes.fill(IN_NO_BAG)
+    homes.fill(NOT_READ)
     bounds = even_bounds(batch, POOL_GRAIN * batch // max(1, len(ids) * space.width))
 
     def look_up(rows: Readable) -> tuple[Array, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.cache.plan_cpu import COLD, IN_NO_BAG
+from tieredemb.cache.plan_cpu import COLD, NOT_READ
 from tieredemb.kernels.constants import MAX, MEAN
 from tieredemb.kernels.cpu import (
     added,
@@ -26,7 +26,7 @@ from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.embedding_bag_cpu import LINE_BYTES
 
 SAMPLES = 32  # whose ids are searched before their rows are pooled: what was found is in the core's cache then
-AHEAD = 16  # ids whose places are asked for early
+AHEAD = 16  # ids that are searched early
 
 
 @jit
@@ -85,7 +85,7 @@ def _part_sum(count):
     def part_sum(acc, d, homes, first, stop, hot, apart, columns):
         total = zero()
         for i in range(first, stop):
-            if homes[i] != IN_NO_BAG:
+            if homes[i] != NOT_READ:
                 total = lanes_add(total, hot, offset_of(homes[i], apart, columns) + d)
         lanes_put(acc, d, total)
 
@@ -113,7 +113,7 @@ def bag_sum(acc, homes, first, stop, hot, cold, apart, columns):
         for rest in range(d, acc.shape[0]):
             acc[rest] = np.float32(0.0)
         for i in range(first, stop):
-            if homes[i] != IN_NO_BAG:
+            if homes[i] != NOT_READ:
                 offset = offset_of(homes[i], apart, columns)
                 for rest in range(d, acc.shape[0]):
                     acc[rest] += weight_at(hot, cold, homes[i], offset, rest)
@@ -125,7 +125,7 @@ def bag_weighted(acc, homes, first, stop, weights, hot, cold, apart, columns):
     for d in range(acc.shape[0]):
         acc[d] = np.float32(0.0)
     for i in range(first, stop):
-        if homes[i] != IN_NO_BAG:
+        if homes[i] != NOT_READ:
             offset = offset_of(homes[i], apart, columns)
             for d in range(acc.shape[0]):
                 acc[d] = fma(weights[i], weight_at(hot, cold, homes[i], offset, d), acc[d])
@@ -138,7 +138,7 @@ def bag_maximum(acc, homes, first, stop, hot, cold, apart, columns):
         acc[d] = np.float32(0.0)
     count = 0
     for i in range(first, stop):
-        if homes[i] != IN_NO_BAG:
+        if homes[i] != NOT_READ:
             offset = offset_of(homes[i], apart, columns)
             for d in range(acc.shape[0]):
                 value = weight_at(hot, cold, homes[i], offset, d)
@@ -150,10 +150,10 @@ def bag_maximum(acc, homes, first, stop, hot, cold, apart, columns):
 @over_ranges
 def bags_read(
     lo, hi, ids, edges, blocks, batch, start, size, padding, mode, column, weights,
-    places, hot, cold, homes, out, counted,
+    slot_plus_one, hot, cold, homes, out, counted,
 ):  # fmt: skip
     """All bags of samples lo … hi − 1. Moves D · itemsize + 12 bytes an occurrence, most of them at random, and as many
-    a bag in order. `homes`: int64 (N,), takes where each row lies: comes as `IN_NO_BAG` · `counted`: int64 (2,), to
+    a bag in order. `homes`: int64 (N,), takes where each row lies: comes as `NOT_READ` · `counted`: int64 (2,), to
     which the occurrences are added whose rows are in no slot, and those that are no rows of their table."""
     width = row_width(hot)
     columns = hot.shape[1]
@@ -171,15 +171,15 @@ def bags_read(
             rows = np.uint64(size[f])
             for i in range(edges[blocks[f] * batch + block], stop):
                 if i + AHEAD < stop:
-                    prefetch(places, ids[i + AHEAD] + start[f])
+                    prefetch(slot_plus_one, ids[i + AHEAD] + start[f])
                 if np.uint64(ids[i]) >= rows:
                     bad += 1
                     continue
                 if ids[i] == padding[f]:
-                    homes[i] = IN_NO_BAG
+                    homes[i] = NOT_READ
                     continue
                 key = ids[i] + start[f]
-                slot = np.int64(places[key]) - 1
+                slot = np.int64(slot_plus_one[key]) - 1
                 is_cold = slot >> 63  # all bits, or none
                 home = (slot & ~is_cold) | ((COLD - key) & is_cold)
                 row_ask(hot, offset_of(home, apart, columns), columns, line)
@@ -189,7 +189,7 @@ def bags_read(
             for f in range(mode.shape[0]):
                 bag = blocks[f] * batch + b
                 first, stop, to = edges[bag], edges[bag + 1], column[f]
-                if stop - first == 1 and not weighted and mode[f] != MAX and homes[first] != IN_NO_BAG:
+                if stop - first == 1 and not weighted and mode[f] != MAX and homes[first] != NOT_READ:
                     row_copy(out, b, to, hot, cold, homes[first], offset_of(homes[first], apart, columns), width)
                     continue
                 if mode[f] == MAX:
@@ -201,7 +201,7 @@ def bags_read(
                 if mode[f] == MEAN and stop - first > 1:
                     read = 0
                     for i in range(first, stop):
-                        read += homes[i] != IN_NO_BAG
+                        read += homes[i] != NOT_READ
                     divisor = np.float32(max(read, 1))
                     for d in range(width):
                         acc[d] /= divisor

@@ -67,16 +67,26 @@ class _SlotsMove(Change):
 SLOTS_MOVE = _SlotsMove()
 
 
-class Readable(NamedTuple):
-    """What a lookup without a plan reads: the `places` of rows (`RowIndex`), and their weights in slots (`hot`) and in
-    cold storage, carriers (C, D) and (rows, D)."""
+class _Reading(Change):
+    """A lookup without a plan: what a signal handler calls meanwhile is refused. Wherever it ends, no row is wrong."""
 
-    places: Array
+    def recover(self, cache: Changed) -> None:
+        pass
+
+
+READING = _Reading()
+
+
+class Readable(NamedTuple):
+    """What a lookup without a plan reads: where rows are (`RowIndex`), and their weights in slots (`hot`) and in cold
+    storage, carriers (C, D) and (rows, D)."""
+
+    slot_plus_one: Array
     hot: Array
     cold: Array
 
 
-READINGS = 16  # after so many steps of such lookups at the latest missed rows take the place of others
+READINGS = 16  # of so many steps that begin with such a lookup, in the last one missed rows take the place of others
 
 
 class _Left(NamedTuple):
@@ -123,7 +133,8 @@ class HostCache(Cache):
         self._counts: Counter[str] = Counter()
         self._clients = Clients(clients)
         self._last = 0  # number of the last batch planned
-        self._readings = 0  # steps that have looked up without a plan
+        self._readings = 0  # steps that began with a lookup without a plan
+        self._due = -1  # the time of the last one in which missed rows take the place of others
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
         self._adopt_scores()
@@ -178,48 +189,62 @@ class HostCache(Cache):
         client: int | None = None,
     ) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
-        by a plan. Missed rows come into slots where some are free, and now and then in the place of others, once they
-        were read. Returns False, and changes nothing, where `look_up` found no such rows.
+        by a plan. Missed rows then come into free slots; in one step of `READINGS` they also take the place of others.
+        Returns False, and changes nothing, where `look_up` returns None.
 
-        `look_up`: reads the rows, and returns where each was, int64 (N,) (`IN_NO_BAG`, `COLD`), and how many were in no
-        slot; called again if it has met rows that were never written. Or None · `kind`, `client`: see `plan`.
+        `look_up`: reads the rows. It returns where each was, int64 (N,) (`NOT_READ`, `COLD`), and how many were in no
+        slot; or None for ids that are not to be read. It is called again if it has met rows that were never written ·
+        `kind`, `client`: see `plan`.
         """
-        with self.plan_lock, self.lock:
-            self._check_usable()
-            cold, hot, scoring = self.cold, self.hot, self.scoring
-            assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
-            rows = Readable(self._index.places, hot.weight, cold.weight)
-            read = look_up(rows)
-            if read is None:
-                return False
-            is_later = kind.ages is True or cold.metadata.batch == 0
-            cold.metadata.batch += is_later
-            self._readings += is_later
-            is_due = self._readings % READINGS == 0
-            self._last = batch = self._last + 1
-            self._clients.planner = None  # of a plan that was interrupted
-            now = scoring.now(cold.metadata.batch)
-            slots, missed, lookups, hits = note_uses(*read, hot.last_batch, stamp(batch))
-            raise_scores(slots, hot.score, now, scoring)
-            if len(missed):
-                words = (missed + 1) * cold.state.shape[1] - 1  # of all states in a row, the scores
-                untouched = missed[cold.state.reshape(-1)[words] == 0]
-                if len(untouched):
-                    self._write_initial(untouched)
-                    look_up(rows)
-                if scoring.remember:
-                    raise_scores(words, cold.state.reshape(-1), now, scoring)
-            found = [lookups, hits, len(slots) + len(missed)]
-            self._counts["batches"] += is_later
-            for name, value in zip(COUNTED, found, strict=True):
-                self._counts[name] += value
-            if client is not None:
-                self._clients.planned((client,), cold.metadata.batch, COUNTED, [found])
-            if is_due and len(hot.key) > hot.capacity:
-                self._retire_transients(batch)
-            if len(missed) and (hot.free or is_due):
-                self._let_in(missed, client, batch, takes=is_due)
-            return True
+        with self.plan_lock:
+            self._check_usable()  # before the other lock, which a forked child may find taken for ever
+            with self.lock:
+                reading = self.plan_changes.begin(READING)
+                try:
+                    return self._read(look_up, kind, client)
+                finally:
+                    self.plan_changes.clear(reading)
+
+    def _read(
+        self, look_up: Callable[[Readable], tuple[Array, int] | None], kind: PlanKind, client: int | None
+    ) -> bool:
+        cold, hot, scoring = self.cold, self.hot, self.scoring
+        assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
+        rows = Readable(self._index.slot_plus_one, hot.weight, cold.weight)
+        read = look_up(rows)
+        if read is None:
+            return False
+        is_later = kind.ages is True or cold.metadata.batch == 0
+        cold.metadata.batch += is_later
+        if is_later:
+            self._readings += 1
+            if self._readings % READINGS == 0:
+                self._due = cold.metadata.batch
+        is_due = self._due == cold.metadata.batch
+        self._last = batch = self._last + 1
+        self._clients.planner = None  # of a plan that was interrupted
+        now = scoring.now(cold.metadata.batch)
+        slots, missed, lookups, hits = note_uses(*read, hot.last_batch, stamp(batch))
+        raise_scores(slots, hot.score, now, scoring)
+        if len(missed):
+            words = (missed + 1) * cold.state.shape[1] - 1  # of all states in a row, the scores
+            untouched = missed[cold.state.reshape(-1)[words] == 0]
+            if len(untouched):
+                self._write_initial(untouched)
+                look_up(rows)
+            if scoring.remember:
+                raise_scores(words, cold.state.reshape(-1), now, scoring)
+        found = [lookups, hits, len(slots) + len(missed)]
+        self._counts["batches"] += is_later
+        for name, value in zip(COUNTED, found, strict=True):
+            self._counts[name] += value
+        if client is not None:
+            self._clients.planned((client,), cold.metadata.batch, COUNTED, [found])
+        if is_due and len(hot.key) > hot.capacity:
+            self._retire_transients(batch)
+        if len(missed) and (hot.free or is_due):
+            self._let_in(missed, client, batch, takes=is_due)
+        return True
 
     def _write_initial(self, keys: Array) -> None:
         """Writes rows to cold storage that never were, `keys` int64 (K,), distinct."""
@@ -542,8 +567,8 @@ class HostCache(Cache):
             if isinstance(self._index, SlotMap):
                 grown = self._index.cells.nbytes - cells  # for a batch
             else:  # the capacity pays for it as for a map, and cold rows for what it takes beyond that
-                cells = min(cells, self._index.places.nbytes)
-                cold["index"] = self._index.places.nbytes - cells
+                cells = min(cells, self._index.slot_plus_one.nbytes)
+                cold["index"] = self._index.slot_plus_one.nbytes - cells
             batch = {
                 "transient_rows": sizes.pop("transient"),
                 "transient_map": grown,

@@ -1,14 +1,18 @@
-"""Lookups without gradient of tables in a CPU's memory: rows are read where they lie, with the numbers, scores and
-counts of lookups that bring them into slots first."""
+"""Lookups without gradient of tables in a CPU's memory: rows are read where they lie, with the numbers and scores of
+lookups that bring them into slots first."""
 
 from __future__ import annotations
+
+import os
+import signal
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.errors import ForkedError, IdOutOfRangeError, InvalidInputError, StorageError
 
 ROWS, WIDTH, SLOTS = 200, 20, 30  # 16 lanes and a rest
 READINGS = 16  # one of so many brings missed rows into a full cache
@@ -56,7 +60,7 @@ def test_outputs_and_counts_are_those_of_rows_in_slots(keywords, width, tmp_path
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("most", [1, 3])
 def test_bits_of_numbers_that_compare_alike(mode, most):
-    """A minus before a zero, and what is in a NaN, are those of a forward that trains."""
+    """A minus before a zero, and what is in a single NaN, are those of a forward that trains."""
     weight = torch.tensor([0.0, -0.0, torch.nan, 1e-42, -torch.inf])[torch.randint(5, (ROWS, WIDTH))]
     weight.view(torch.int32)[weight.isnan()] += 5
     module = bag(mode=mode, _weight=weight)
@@ -138,6 +142,76 @@ def test_rows_stay_in_a_full_cache_but_for_one_reading_of_many():
     assert 0 < brought.rows_filled <= SLOTS
     assert brought.evictions == brought.rows_filled
     assert brought.rows_overflow == 0
+
+
+def test_readings_amid_a_step_evict_nothing():
+    """As a metric or a second network that looks up between a forward and its backward."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH, mode="sum") for _ in range(2))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    te.replace_embedding_bags(model, capacity=0.1, optimizer=optimizer)
+    inputs, evicting = list(batches(80)), 0
+    for step, (mine, others) in enumerate(zip(inputs[:40], inputs[40:], strict=True)):
+        loss = sum(table(*mine).square().sum() for table in model)
+        before = te.stats(model)
+        with torch.no_grad():
+            for table in model:
+                table(*others)
+        evicting += step > 10 and (te.stats(model) - before).evictions > 0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert evicting == 0
+
+
+def test_a_lookup_of_a_signal_handler_amid_a_reading_is_refused():
+    module, seen = bag(slots=6), []
+
+    def handler(*_):
+        try:
+            with torch.enable_grad():
+                train(module, (torch.tensor([[1], [2]]),))
+        except StorageError:
+            seen.append("refused")
+        else:
+            seen.append("done")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0007)
+        with torch.no_grad():
+            for inputs in batches(400):
+                module(*inputs)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen
+    (group,) = module.tables.groups
+    keys = group.cache.hot.key[group.cache.hot.key >= 0]
+    assert len(set(keys.tolist())) == len(keys)
+
+
+def test_a_forked_child_is_refused_while_a_thread_has_the_rows():
+    module, (ids, offsets) = bag(), next(batches(1))
+    with torch.no_grad():
+        module(ids, offsets)
+    (group,) = module.tables.groups
+    with group.cache.lock:  # of this thread: in the child it is nobody's to give back
+        child = os.fork()
+        if child == 0:
+            threading.Thread(target=_exit_unless_refused, args=(module, ids, offsets)).start()
+            threading.Event().wait(20)
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _exit_unless_refused(module, *inputs):
+    try:
+        with torch.no_grad():
+            module(*inputs)
+    except ForkedError:
+        os._exit(0)
+    os._exit(1)
 
 
 def test_rows_come_into_free_slots():
