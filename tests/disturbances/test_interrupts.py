@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -443,6 +443,58 @@ def test_call_of_a_signal_handler_amid_another_is_refused_and_loses_nothing(tmp_
     assert refused
     assert all("amid another call" in text for text in refused)
     assert same(contents(module), contents(twin))
+
+
+class Calling(LineInterrupts):
+    """Calls `handler` before a line, as Python does where a signal has come."""
+
+    def __init__(self, at: int | None = None, handler: Callable[[], object] = int) -> None:
+        super().__init__(at)
+        self._handler = handler
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event != "line" or not self.hit():
+            return self._line
+        sys.settrace(None)
+        self._handler()
+        return None
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_step_of_a_signal_handler_amid_a_forward_is_taken_or_refused(differentiable):
+    """Before any line: rows are those of a twin that takes the step, or does not."""
+    module, twin, taken = make(), make(capacity=1.0), 0
+    refused: list[str] = []
+
+    def handler() -> None:
+        nonlocal taken
+        with torch.enable_grad():
+            try:
+                train(module, number)
+            except StorageError as error:
+                refused.append(str(error))
+            else:
+                train(twin, number)
+                taken += 1
+
+    def forward_alone() -> None:
+        with torch.set_grad_enabled(differentiable):
+            module(*batch(number + 1 + number % 3))
+
+    number = 0
+    counting = Calling()
+    for _ in range(3):
+        handler()
+        forward_alone()
+    with counting.on():
+        forward_alone()
+    for number in range(counting.count):
+        with Calling(number, handler).on():
+            forward_alone()
+        assert same(contents(module), contents(twin)), f"before line {number}"
+    assert taken
+    assert refused
+    assert all("amid another call" in text for text in refused)
 
 
 def test_update_of_a_file_whose_close_was_interrupted_marks_it(tmp_path, monkeypatch):

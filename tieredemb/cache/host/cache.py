@@ -166,8 +166,9 @@ class HostCache(Cache):
             slots = self._index.find(keys)
             numbering = number(keys, slots, planners.starts, hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
-            if len(numbering.missed):
-                self._bring(numbering, planners, batch)
+            if len(numbering.missed) and not self._bring(numbering, planners, batch):
+                cold.metadata.batch -= is_later
+                return self.plan(keys, kind, client=client)
             if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 self._counts["batches"] += is_later
@@ -179,6 +180,9 @@ class HostCache(Cache):
             uniques = numbering.counted[:, UNIQUE]
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
             self._book.open(ticket)
+            if self._last != batch:  # a signal handler has planned meanwhile: rows that were found may have left
+                ticket.release()
+                return self.plan(keys, kind._replace(scored=False, ages=False), client=client)
             return ticket
 
     def read(
@@ -269,10 +273,14 @@ class HostCache(Cache):
         self.plan_changes.clear(moving)
 
     @ranged("swap")
-    def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> None:
-        """Brings the missed rows of a batch into slots, which `unique_slots` then names."""
+    def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> bool:
+        """Brings the missed rows of a batch into slots, which `unique_slots` then names. Returns False, and changes
+        nothing, where a signal handler has planned since they were searched, and may have brought them."""
         missed = numbering.missed
         moving = self.plan_changes.begin(SLOTS_MOVE)
+        if self._last != batch:
+            self.plan_changes.clear(moving)
+            return False
         if len(planners.numbers) == 1:
             (self._clients.planner,) = planners.numbers
         slots, left = self._make_room(len(missed), batch)
@@ -283,6 +291,7 @@ class HostCache(Cache):
         self.hot.last_batch[slots] = stamp(batch)
         self._clients.planner = None
         self.plan_changes.clear(moving)
+        return True
 
     def _count_arrivals(
         self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, left: _Left
