@@ -203,6 +203,7 @@ class HostCache(Cache):
         with self.plan_lock:
             self._check_usable()  # before the other lock, which a forked child may find taken for ever
             with self.lock:
+                self.check_rows()  # an update may have been interrupted meanwhile
                 reading = self.plan_changes.begin(READING)
                 try:
                     return self._read(look_up, kind, client)
