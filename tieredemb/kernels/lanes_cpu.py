@@ -1,7 +1,7 @@
 """Several float32 numbers in registers, as a value of CPU kernels.
 
-A loop over a row that adds it to an array in memory asks at each row whether the two overlap, and writes what the next
-row reads. These values stay where they are while the rows of a bag are added: a third of the time for short rows.
+A loop that adds a row to an array in memory asks at each row whether the two overlap, and writes what the next row
+reads. These values stay in registers while the rows of a bag are added.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A lookup without gradient on the CPU, of rows whose cold storage a CPU reads as fast as its slots.
 
-One pass: ids are searched in the map, uses are scored, and rows are pooled where they lie, in a slot or in cold
-storage. Nothing is planned and nothing is locked, as nothing comes after it; which rows then come into slots is the
-cache's to say.
+One kernel finds the rows and pools them where they lie, in a slot or in cold storage. Nothing is planned, and no row is
+locked, as no backward follows. The cache then scores the rows, and says which of them come into slots
+(`HostCache.read`).
 
 Scores are those of a plan. Missed rows are scored in cold storage, where one that was never written is generated
-first. They come into free slots, and every 16th step (`READINGS` of the cache) also into slots of others. Rows of a
-dense optimizer would have to be brought to the current step, so they are planned.
+first. They come into free slots, and in one step of `BRING_EVERY` also into slots of others. Rows of a dense optimizer
+would have to be brought to the current step, so they are planned.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 
 
 def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
-    """The pooled rows of a batch, (B, ΣD), or the rows of its ids, (N, D). None where they have to come into slots
-    first: of another tier or a dense optimizer, to be scaled (`max_norm`), or where those of several features are not
-    pooled; and where an id is out of range, of which the plan says what is wrong. Raises `InvalidInputError` before
-    anything changes."""
+    """The pooled rows of a batch, (B, ΣD), or the rows of its ids, (N, D), of tables that are read in place. None where
+    a plan is needed: `max_norm` scales rows, rows of several features are not pooled, or an id is out of range, of
+    which the plan says what is wrong. Raises `InvalidInputError` before anything changes."""
     options = context.options
-    if not place.are_read_in_place or options.max_norm is not None or batch.stack is not None:
+    if options.max_norm is not None or batch.stack is not None:
         return None
     if not place.config.pooled and not (isinstance(batch.offsets, EqualBags) and batch.offsets.length == 1):
         return None
@@ -55,7 +54,7 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     else:
         edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
     dtype, columns = place.config.output_dtype, context.tables.columns
-    # numpy's memory comes in huge pages
+    # numpy's memory, as in `HostCall.pool`
     out = np.empty((batch.size, int(columns[-1])), CARRIERS[dtype])
     weights = NO_WEIGHTS
     if batch.weights is not None:

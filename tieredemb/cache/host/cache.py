@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
+BRING_EVERY = 16  # steps that begin with a lookup without a plan: in one of so many its missed rows replace others
 COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 
 
@@ -84,9 +85,6 @@ class Readable(NamedTuple):
     slot_plus_one: Array
     hot: Array
     cold: Array
-
-
-READINGS = 16  # of so many steps that begin with such a lookup, in the last one missed rows take the place of others
 
 
 class _Left(NamedTuple):
@@ -193,7 +191,7 @@ class HostCache(Cache):
         client: int | None = None,
     ) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
-        by a plan. Missed rows then come into free slots; in one step of `READINGS` they also take the place of others.
+        by a plan. Missed rows then come into free slots, and in one step of `BRING_EVERY` also in the place of others.
         Returns False, and changes nothing, where `look_up` returns None.
 
         `look_up`: reads the rows. It returns where each was, int64 (N,) (`NOT_READ`, `COLD`), and how many were in no
@@ -223,7 +221,7 @@ class HostCache(Cache):
         cold.metadata.batch += is_later
         if is_later:
             self._readings += 1
-            if self._readings % READINGS == 0:
+            if self._readings % BRING_EVERY == 0:
                 self._due = cold.metadata.batch
         is_due = self._due == cold.metadata.batch
         self._last = batch = self._last + 1
@@ -260,18 +258,15 @@ class HostCache(Cache):
     def _let_in(self, keys: Array, client: int | None, batch: int, *, takes: bool) -> None:
         """Brings rows `keys`, int64 (K,), distinct, into free slots, as far as there are any. `takes`: and into those
         of rows that leave, as far as no batch in flight has them."""
-        hot, moving = self.hot, self.plan_changes.begin(SLOTS_MOVE)
-        self._clients.planner = client
+        hot = self.hot
         if takes and len(keys) > hot.free:
+            moving = self.plan_changes.begin(SLOTS_MOVE)
+            self._clients.planner = client
             self._evict(self._to_leave(len(keys) - hot.free, batch))
-        keys = keys[: hot.free]
-        slots = hot.take(len(keys))
-        self._fill(keys, slots)
+            self.plan_changes.clear(moving)
+        slots = self._admit(keys[: hot.free], client)
         if not self.scoring.remember:
             raise_scores(slots, hot.score, self.scoring.now(self.cold.metadata.batch), self.scoring)
-        hot.last_batch[slots] = stamp(batch)
-        self._clients.planner = None
-        self.plan_changes.clear(moving)
 
     @ranged("swap")
     def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> bool:
@@ -525,13 +520,15 @@ class HostCache(Cache):
             if len(cold):
                 self._change_cold(keys[cold], lambda rows, places: change(rows, places, cold))
 
-    def _admit(self, keys: Array) -> Array:
-        """Brings rows into free slots, of which there are enough: int32 (K,). No batch uses them."""
-        self._clients.planner = None  # of a plan that was interrupted
+    def _admit(self, keys: Array, client: int | None = None) -> Array:
+        """Brings rows into free slots, of which there are enough: int32 (K,). No batch in flight uses them. `client`:
+        whom they are counted for."""
+        self._clients.planner = client
         moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.take(len(keys))
         self._fill(keys, slots)
         self.hot.last_batch[slots] = stamp(self._last)
+        self._clients.planner = None
         self.plan_changes.clear(moving)
         return slots
 
