@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tieredemb.errors import BackwardError
-from tieredemb.step.call import LOOKUP, Calls
+from tieredemb.step.autograd_node import LOOKUP, Calls
 from tieredemb.step.forwards import Forwards
 
 FORWARDS, SAMPLES, WIDTH = 4, 2, 3

@@ -20,8 +20,8 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
-from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
+from tieredemb.step.program import Call
 from tieredemb.tables.table_set import Place
 
 

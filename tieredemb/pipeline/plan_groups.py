@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from tieredemb.step.batch import Batch, Given
-    from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.forwards import Forwards
+    from tieredemb.step.program import CallContext
     from tieredemb.tables.table_set import Place, Placed, TableSet
 
 PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits

@@ -23,8 +23,8 @@ from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
 from tieredemb.step.planned_forwards import Planned
 
 if TYPE_CHECKING:
-    from tieredemb.step.call import Call
     from tieredemb.step.device_group_call import DeviceGroupCall
+    from tieredemb.step.program import Call
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[LookupSpec]]

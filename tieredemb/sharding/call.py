@@ -40,8 +40,8 @@ from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Call, Shareable
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.program import NUMBERS, Call, Shareable
 
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags

@@ -49,8 +49,8 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
+from tieredemb.step.backward_pass import BackwardPass, inside_backward
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import BackwardPass, inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import Storage

@@ -22,8 +22,9 @@ from tieredemb.sharding.header import NO_COURSE, Course, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
+from tieredemb.step.backward_pass import BackwardPass, in_forward_order
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import BackwardPass, Call, in_forward_order
+from tieredemb.step.program import Call
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.sharding.request import Kind
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import Call
+from tieredemb.step.program import Call
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
 

@@ -18,7 +18,7 @@ import torch
 from tieredemb.config import Mode
 from tieredemb.sharding.asked import AskedPart, spans, uploaded
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Call
+from tieredemb.step.program import Call
 from tieredemb.step.stack import Run, Stack
 
 

@@ -21,10 +21,10 @@ from tieredemb.sharding.bags import Part
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padded_request import PaddedRequest, PaddedRequests
 from tieredemb.sharding.request import Kind, Request
-from tieredemb.step.call import Call
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
+from tieredemb.step.program import Call
 from tieredemb.storage.base import RowOpener
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.table_set import TableSet

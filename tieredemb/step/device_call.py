@@ -23,10 +23,10 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Call, CallContext, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forward
+from tieredemb.step.program import NUMBERS, Call, CallContext, StackRows
 from tieredemb.step.recorded_plans import Recorded, plans_of
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack

@@ -28,7 +28,7 @@ from tieredemb.tables.group import DeviceGroup
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
-    from tieredemb.step.call import CallContext
+    from tieredemb.step.program import CallContext
 
 T = TypeVar("T")
 

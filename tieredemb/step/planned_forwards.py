@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tieredemb.step.batch import Given
-from tieredemb.step.call import Call
+from tieredemb.step.program import Call
 
 if TYPE_CHECKING:
     from tieredemb.tables.table_set import TableSet

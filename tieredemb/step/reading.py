@@ -31,7 +31,7 @@ from tieredemb.tables.group import HostGroup
 
 if TYPE_CHECKING:
     from tieredemb.cache.host.cache import Readable
-    from tieredemb.step.call import CallContext
+    from tieredemb.step.program import CallContext
     from tieredemb.tables.table_set import Place
 
     Array = np.ndarray[Any, Any]

@@ -47,9 +47,9 @@ from tieredemb.tables.group import DeviceGroup
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
     from tieredemb.step.batch_form import BatchForm
-    from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_group_call import DeviceGroupCall
+    from tieredemb.step.program import CallContext
     from tieredemb.step.stack import Stack
     from tieredemb.tables.table_set import Place
 
