@@ -75,42 +75,25 @@ def _is_large(sets: Sequence[Collected]) -> bool:
 
 
 def _update(collected: Collected) -> None:
-    """One optimizer step for calls over one set of tables, in forward order."""
-    tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
-    calls, grads = _device_calls(collected), [grad.contiguous() for _, grad in collected]
+    """One optimizer step for calls over one set of tables, in forward order: all groups of it side by side."""
+    context = collected[0][0].context
+    tables, calls, grads = context.tables, _device_calls(collected), [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
-    groups = [cast("DeviceGroup", group) for group in tables.groups]
-    tickets = [[call.parts[g].ticket for call in calls] for g in range(len(groups))]
-    with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
-        for group in groups:
-            group.cache.rows_version += 1
-        for call, grad in zip(calls, grads, strict=True):
-            call.follow(grad)
+    with on_device(tables.config.device):
         scaling, stays = _scaling([collected], grads)
-        options = [optimizer.options_on(group) for group in groups]
-        for group, its_tickets in zip(groups, tickets, strict=True):
-            used.enter_context(group.cache.using(*its_tickets))
-        overflow = [group.cache.overflow(each) for group, each in zip(groups, tickets, strict=True)]
+    faults, updates = _faults(calls), list[_Update]()
+    for g, group in enumerate(tables.groups):
+        parts = [call.parts[g] for call in calls]
 
-        def launch(of_block: Sequence[Sequence[torch.Tensor]]) -> None:
-            faults, (grads,) = faults_of(calls), of_block
-            batches = [Combined([call.parts[g] for call in calls], grads) for g in range(len(groups))]
-            todo = [(batch, batch.segments()) for batch in batches]
-            with _half_done(group.cache for group in groups):
-                for group, (batch, segments), given, away in zip(groups, todo, options, overflow, strict=True):
-                    rate, numbers = group.lookup.begin(
-                        given, group.device_steps, faults, scaling, segments.work, group.past
-                    )
-                    group.lookup.update(
-                        group.cache.hot, away, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                        group.past, group.device_steps,
-                    )  # fmt: skip
-                    if group.past is not None:
-                        group.lookup.end(given, group.device_steps, rate, numbers, group.past)
+        def combined(
+            grads: Sequence[torch.Tensor], parts: Sequence[DeviceGroupCall] = parts
+        ) -> tuple[Combined, torch.Tensor | None]:
+            return Combined(parts, grads), None
 
-        recurs, kept = len(calls) == 1 and stays and _is_plain(calls[0].parts), [*options, *scaling.tensors()]
-        if not (recurs and updates_of(tables).run(calls, [grads], overflow, kept, launch)):
-            launch([grads])
+        # recorded is what comes step after step, which is one call
+        recurs = stays and len(calls) == 1
+        updates.append(_Update(cast("DeviceGroup", group), faults, parts, [context], scaling, recurs, combined))
+    _launch(tables, calls, updates, [grads])
 
 
 def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
@@ -118,6 +101,7 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
     over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
     common."""
     call, updates, rest = cast("DeviceCall", forwards.call), list[_Update](), list[Collected]()
+    grads_of = list[Sequence[torch.Tensor]]()
     for collected in of_blocks:
         contexts = [forward.context for forward, _ in collected]
         optimizers = [cast("RowOptimizer", context.updater.optimizer) for context in contexts]
@@ -141,9 +125,13 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
             return Combined([part], [grad]), places
 
         faults = [call.memory.faults[block]]
-        updates.append(_Update(whole, faults, [part], grads, contexts, taken, scaling, stays, combined, taken))
+        of_block = _Update(
+            whole, faults, [part], contexts, scaling, stays, combined, taken, of_features=taken, block=len(updates)
+        )
+        updates.append(of_block)
+        grads_of.append(grads)
     if updates:
-        _update_shared(call.context.tables, [call], updates)
+        _launch(call.context.tables, [call], updates, grads_of)
     return rest
 
 
@@ -165,34 +153,39 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
         return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts], counts), None
 
-    faults = [call.memory.faults[call.block] for call in calls]
-    _update_shared(tables, calls, [_Update(whole, faults, parts, grads, contexts, taken, scaling, stays, combined)])
+    update = _Update(whole, _faults(calls), parts, contexts, scaling, stays, combined, taken)
+    _launch(tables, calls, [update], [grads])
 
 
 @dataclass
 class _Update:
-    """The step of some tables that share the cache of a `whole`, those of numbers `taken`, int32 (K,). `faults`: of
-    their calls, and `parts`: what these have there · `grads`: of their outputs · `contexts`: of the tables · `stays`:
-    whether `scaling` lies where it did at the last step · `combined`: the calls as one batch, given gradients, and
-    where these lie, if they stay there · `of_features`: the tables of its features, int32 (K,), where those are not all
-    of the cache."""
+    """The step of a `group` of tables, or of some that share its cache: those of numbers `taken`, int32 (K,). `faults`:
+    of their calls, and `parts`: what these have there · `contexts`: of the tables · `stays`: whether `scaling` lies
+    where it did at the last step · `combined`: the calls as one batch, given gradients, and where these lie, if they
+    stay there · `of_features`: the tables of its features, int32 (K,), where those are not all of the cache · `block`:
+    which of the gradients of the update are those of its outputs."""
 
-    whole: DeviceGroup
+    group: DeviceGroup
     faults: Sequence[torch.Tensor]
     parts: Sequence[DeviceGroupCall]
-    grads: Sequence[torch.Tensor]
     contexts: Sequence[CallContext]
-    taken: torch.Tensor
     scaling: Scaling
     stays: bool
     combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]]
+    taken: torch.Tensor | None = None
     of_features: torch.Tensor | None = None
+    block: int = 0
+
+    @property
+    def past(self) -> torch.Tensor | None:
+        """The steps that were taken, of a dense optimizer."""
+        return self.group.past if self.taken is None else self.group.pasts
 
     def begin(self) -> torch.Tensor:
         """What is known of the options. The caller holds the rows."""
-        self.whole.cache.rows_version += 1
-        options = self.contexts[0].check_trainable().options_on(self.whole)
-        if self.whole.pasts is not None:  # of the first table it was noted with these
+        self.group.cache.rows_version += 1
+        options = self.contexts[0].check_trainable().options_on(self.group)
+        if self.past is not None:  # of the first table it was noted with these
             for context in self.contexts[1:]:
                 cast("DeviceGroup", context.tables.groups[0]).note_step()
         return options
@@ -204,44 +197,46 @@ class _Update:
 
     def launch(self, options: torch.Tensor, overflow: OverflowRows, grads: Sequence[torch.Tensor]) -> None:
         """By `grads`, or by those put together. `overflow`: where rows without a slot are."""
-        whole, (batch, places) = self.whole, self.combined(grads)
+        group, (batch, places), past = self.group, self.combined(grads), self.past
         segments, faults = batch.segments(), self.faults[0] if len(self.faults) == 1 else torch.cat([*self.faults])
-        with _half_done([whole.cache]):
-            rate, numbers = whole.lookup.begin(
-                options, whole.device_steps, faults, self.scaling, segments.work, whole.pasts, self.taken
-            )
-            whole.lookup.update(
-                whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                whole.pasts, whole.device_steps, tables=self.of_features, grads=places,
-            )  # fmt: skip
-            if whole.pasts is not None:
-                whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, self.taken)
+        rate, numbers = group.lookup.begin(
+            options, group.device_steps, faults, self.scaling, segments.work, past, self.taken
+        )
+        group.lookup.update(
+            group.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers, past,
+            group.device_steps, tables=self.of_features, grads=places,
+        )  # fmt: skip
+        if past is not None:
+            group.lookup.end(options, group.device_steps, rate, numbers, past, self.taken)
 
 
-def _update_shared(tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update]) -> None:
-    """Updates, of a pool each, as one: of all of `tables`, by gradients of the `calls`, or of the one of several
-    forwards."""
+def _launch(
+    tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update], grads: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    """Updates, of caches of their own, as one: of all of `tables`, by `grads` of the `calls`, or of the one of several
+    forwards, block by block."""
     with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
         if len(calls) == 1:
-            calls[0].follow(*[grad for each in updates for grad in each.grads])
+            calls[0].follow(*[grad for of_block in grads for grad in of_block])
         else:
-            for call, grad in zip(calls, updates[0].grads, strict=True):
+            for call, grad in zip(calls, grads[0], strict=True):
                 call.follow(grad)
         options = [each.begin() for each in updates]
         for each in updates:
-            used.enter_context(each.whole.cache.using(*each.tickets))
-        overflow = [each.whole.cache.overflow(each.tickets) for each in updates]
+            used.enter_context(each.group.cache.using(*each.tickets))
+        overflow = [each.group.cache.overflow(each.tickets) for each in updates]
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
             launches = [
-                functools.partial(each.launch, its_options, away, its)
-                for each, its_options, away, its in zip(updates, options, overflow, grads, strict=True)
+                functools.partial(each.launch, its_options, away, grads[each.block])
+                for each, its_options, away in zip(updates, options, overflow, strict=True)
             ]
-            side_by_side(tables.config.device, launches)
+            with _half_done(each.group.cache for each in updates):
+                side_by_side(tables.config.device, launches)
 
-        grads, kept = [each.grads for each in updates], [*options]
+        kept = [*options]
         for each in updates:
-            kept += each.taken, *each.scaling.tensors()
+            kept += [*([] if each.taken is None else [each.taken]), *each.scaling.tensors()]
         recurs = all(each.stays and _is_plain(each.parts) for each in updates)
         if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
             launch(grads)
@@ -316,9 +311,14 @@ def _device_calls(collected: Collected) -> list[DeviceCall]:
     return [cast("DeviceCall", call) for call, _ in collected]
 
 
+def _faults(calls: Sequence[Any]) -> list[torch.Tensor]:
+    """Where the device notes what is wrong with the ids of these `DeviceCall`s."""
+    return [call.memory.faults[call.block] for call in calls]
+
+
 def faults_of(calls: Sequence[Any]) -> torch.Tensor:
-    """Where the device notes what is wrong with the ids of these `DeviceCall`s: int64 (3 K,), `Fault`s."""
-    found = [call.memory.faults[call.block] for call in calls]
+    """The same as one, int64 (3 K,): `Fault`s."""
+    found = _faults(calls)
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
