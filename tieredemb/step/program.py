@@ -1,8 +1,42 @@
-"""One forward and its backward: the call that plans and pools, and the backward pass that applies all calls together.
+"""The program of a batch: the phases of one forward, of its backward and of its update. `Call` has them in this order.
 
-Every call plans its ids, pools, and keeps its tickets until its backward was applied or its autograd node died. All
-calls that one backward pass reaches are collected, and applied once at its end in forward order, as a dense gradient
-would be. A forward that runs inside a backward pass is a recomputation (activation checkpointing): it scores nothing.
+    phase       method              reads                            writes
+    plan        plan, complete      ids, edges of bags, map          homes of the ids; slots, map; a ticket
+    start       start               homes, rows, steps taken         rows at the current step, rows within max_norm
+    lookup      pool                homes, rows, edges               the output
+    backward    (autograd_node)     the gradient of the output       the list of calls of this backward pass
+    update      apply               homes, gradients                 rows, optimizer state, dirty bits, steps taken
+    release     release                                              the ticket: its rows may leave their slots
+
+A plan has phases of its own (find, place, publish, move), which are the cache's: see docs/design.md, "The program of a
+batch". Each phase has a CPU form (`host_call`) and a GPU form (`device_call`, `device_update`), with equal results.
+
+Who runs the phases. `Engine.lookup` plans, starts and looks up one forward. A forward that is known before it comes is
+planned by `Engine.plan_ahead`, or with those of other tables by `pipeline.plan_groups`; it starts when it comes, by
+`Engine.lookup_planned`. All calls that one backward pass reaches are applied once, at its end or in the step of a torch
+optimizer, in the order of their forwards, as a dense gradient would be; then they are released. A forward without
+gradient is released after its lookup. A forward inside of a backward pass is a recomputation (activation
+checkpointing): its plan scores nothing.
+
+On which stream or thread.
+    CPU             A phase is done when its method returns. A plan made ahead runs on a thread of its own.
+    GPU             A phase launches kernels on the current stream and waits for nothing. A plan made ahead has a stream
+                    of its own; `start` makes the computing stream wait for it (`ticket.ready`). Within a plan, what
+                    needs homes but no rows (sorting for the update) runs on a side stream beside the rows that move,
+                    and the update waits for it (`ticket.aside`).
+    GPU, staged     Rows of files and of other memory that no kernel reaches pass through the host: `plan` reports what
+                    is missed, `complete` waits for the report, reads storage and brings the rows in.
+
+How a GPU runs the phases. The bits are equal.
+    launched        Kernel by kernel, as the methods say.
+    replayed        A plan that comes again and again, with its lookup, is recorded as a CUDA graph, and so is an update
+                    (`recorded_plans`, `recorded_updates`). `plan` then replays the graph, and `start` and `pool` find
+                    the output there. The host still makes a ticket and counts the batch for each plan.
+    captured        In `graph_step`, or a graph of the user's own, the same methods run once, while the stream is
+                    captured, and nothing in them is recorded. A replay runs all kernels of the step and no Python:
+                    shapes and dtypes are those of the capture, a wrong id sets a flag that a later call raises, and
+                    batches are counted on the device. Of the cache's books a replay changes only what it leaves in
+                    flight for the next one (`pipeline`).
 """
 
 from __future__ import annotations
@@ -120,9 +154,9 @@ class Shareable(abc.ABC):
 
 
 class Call(Shareable):
-    """One forward of a module, or several (`Forwards`): its tickets, and what its gradient needs. It is planned first,
-    which may be long before the forward comes and it is started. `batch`: B, its samples · `form`: of the batch, where
-    it is of several forwards."""
+    """One forward of a module, or several forwards that are planned as one (`Forwards`). `context`: who makes it ·
+    `batch`: B, its samples · `form`: of the batch, where it is of several forwards · `parts`: of each group of tables,
+    those of one width, its bags, its ticket, and what its gradient needs (`HostGroupCall`, `DeviceGroupCall`)."""
 
     number = -1  # in the order of forwards, once it has started
     consumed = False
@@ -143,13 +177,17 @@ class Call(Shareable):
         self.context = context
         self.batch = batch
         self.form = form
-        self.parts: list[Any] = []  # what each group that is planned holds of it
+        self.parts: list[Any] = []
+
+    # --- no plan: a lookup without gradient ---------------------------------------------------------------------------
 
     @staticmethod
     def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
         """The output of a forward without gradient that needs no plan, of tables that are at `place`; None of one that
         does. Raises `InvalidInputError` before anything changes."""
         return None
+
+    # --- plan ---------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def plan(
@@ -160,17 +198,22 @@ class Call(Shareable):
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
-        """Checks the values of the batch, and plans it. `kind`: how; `ahead` where the forward has yet to come ·
-        `may_exceed_bags`: whether ids beyond the last bag are left of longer batches, and no fault · `memory`: on a
-        GPU, where to plan. Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
+        """Checks ids and edges, turns ids into keys of each group, and has the cache of each group plan them: every key
+        gets a home, and the rows are locked until the call is released. `kind`: how; `ahead` where the forward has yet
+        to come · `may_exceed_bags`: whether ids beyond the last bag are left of longer batches, and no fault ·
+        `memory`: on a GPU, where to plan. Raises `InvalidInputError` and, on a CPU, `IdOutOfRangeError` before anything
+        changes."""
 
     def complete(self) -> bool:
-        """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""
+        """Brings the plan to its end, where rows pass through the host; returns False if that failed, and the forward
+        is to plan anew."""
         return True
 
+    # --- the forward comes --------------------------------------------------------------------------------------------
+
     def start(self, *, trains: bool) -> None:
-        """The forward has come: numbers it, brings its rows to the current step where a backward is expected
-        (`trains`), and scales those that are longer than they may be."""
+        """The forward has come: gives it its number among all forwards. Brings the rows of a dense optimizer to the
+        current step if a backward is expected (`trains`), and scales rows down to `max_norm`."""
         self.number = next(NUMBERS)
         limits = self.context.options.max_norm is not None
         if self.context.is_dense and (trains or limits):  # a lookup without gradient reads them at the current step
@@ -186,14 +229,12 @@ class Call(Shareable):
     def limit_norms(self, max_norm: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
 
+    # --- lookup -------------------------------------------------------------------------------------------------------
+
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Those of the output: B, or where rows are not pooled as many as there are ids, or as a `Stack` says."""
-
-    @abc.abstractmethod
-    def tables_of_rows(self) -> torch.Tensor:
-        """The table of each row of an output that has no columns of features, int64 (R,)."""
+        """Rows of the output: B, or where rows are not pooled as many as there are ids, or as a `Stack` says."""
 
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
@@ -210,6 +251,8 @@ class Call(Shareable):
         """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
         `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
 
+    # --- backward and update: `apply` in host_call and device_update, for all calls of a backward pass ----------------
+
     @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
@@ -218,6 +261,23 @@ class Call(Shareable):
     def weigh(self, scale: torch.Tensor) -> None:
         """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
         `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
+
+    @abc.abstractmethod
+    def tables_of_rows(self) -> torch.Tensor:
+        """The table of each row of an output that has no columns of features, int64 (R,)."""
+
+    # --- release ------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Its rows may leave their slots: after the update, after a lookup without gradient, or when nobody can call a
+        backward of it any more."""
+        for part in self.parts:
+            part.ticket.release()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward of it can come any more."""
+        return self.consumed or not any(part.ticket.lasts for part in self.parts)
 
     # --- of several forwards ------------------------------------------------------------------------------------------
 
@@ -246,17 +306,6 @@ class Call(Shareable):
     def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
         """The same of all of them in one pool, as one; returns False where that cannot be. `is_as_looked_up`: whether
         the rows of a block are as the lookup has read them."""
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def release(self) -> None:
-        for part in self.parts:
-            part.ticket.release()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no backward of it can come any more."""
-        return self.consumed or not any(part.ticket.lasts for part in self.parts)
 
 
 def release_all(calls: Sequence[Any]) -> None:
