@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 
 import torch
 
-from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import Replays
 from tieredemb.cache.device.planner import DeferredRows
@@ -22,7 +21,6 @@ from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_at_once, plan_groups
-from tieredemb.step.planned_forwards import Planned
 
 if TYPE_CHECKING:
     from tieredemb.step.call import Call
@@ -165,10 +163,6 @@ class Arena(Generic[R]):
         """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
         among others that `executor` plans together. What caches miss that are `deferring` rows comes with the next
         plan, or when it is asked for."""
-
-        def plan_alone(lookup: LookupSpec, kind: PlanKind, memory: Any) -> Planned:
-            return lookup.module.plan_ahead(executor, *lookup.given, kind=kind, memory=memory)
-
         with ExitStack() as entered:
             for cache in deferring:
                 if cache not in self._deferred:
@@ -176,7 +170,7 @@ class Arena(Generic[R]):
                 entered.enter_context(cache.defer_rows(self._deferred[cache]))
             if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
                 executor.wait_to_plan()
-            plan_groups(self._groups.of(wanted), plan_alone, self._planned, self.memories)
+            plan_groups(self._groups.of(wanted), lambda _: executor, self._planned, self.memories)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 
