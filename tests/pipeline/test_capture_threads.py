@@ -16,7 +16,7 @@ from training import bits, table_configs
 
 import tieredemb as te
 from tieredemb.cache.host.cache import HostCache
-from tieredemb.pipeline import captured, graph_alone, graphs
+from tieredemb.pipeline import captured, graphs, ring
 from tieredemb.tables.group import HostGroup
 
 ROWS, BAGS, IDS = 300, 8, 3
@@ -52,7 +52,7 @@ def captures(device, monkeypatch):
         "is_current_stream_capturing": lambda: threading.get_ident() in threads,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (captured, graph_alone):
+    for module in (captured, ring):
         monkeypatch.setattr(module, "on_device", lambda _: nothing())
     monkeypatch.setattr(captured, "capture_lock", lambda _: nothing())
     for name in ("own_stream", "side_stream"):

@@ -862,6 +862,19 @@ def test_ids_that_the_model_computes_are_warned_about(device):
     assert_same_bits(runs, train(ids_of_steps(5), table(), lambda model, ids: model((ids + 1) % ROWS)))
 
 
+def test_warnings_name_the_line_of_the_loop(device):
+    def go_through(loop, model):
+        for ids in loop:
+            model((ids + 1) % ROWS)
+
+    for ids_of in (None, lambda ids: ids):
+        model = table()
+        with pytest.warns(UserWarning, match="ids_of") as told:
+            go_through(te.prefetch(ids_of_steps(3), model, ids_of=ids_of), model)
+        lines = {(each.filename, each.lineno) for each in told if "ids_of" in str(each.message)}
+        assert lines == {(__file__, go_through.__code__.co_firstlineno + 1)}
+
+
 def test_plans_that_no_forward_takes_are_warned_about(device):
     model = table()
     with pytest.warns(UserWarning, match="planned a batch that no forward looked up.*ids_of"):

@@ -45,9 +45,8 @@ def with_itself(tmp_path, monkeypatch):
 
 def graphs_of(train):
     """What a step of ranks has captured."""
-    ahead = [] if train._ahead is None else [turn.graph and turn.graph.graph for turn in train._ahead._turns]
-    alone = [] if train._together is None else [train._together._graph]
-    return [graph for graph in (*ahead, *alone) if graph is not None]
+    arenas = (arena for ring in train._rings.values() for arena in ring._arenas)
+    return [arena.graph.graph for arena in arenas if arena.graph is not None]
 
 
 class Replayed:
@@ -238,7 +237,7 @@ def test_loops_one_after_the_other_go_ahead(with_itself, replayed):
         plain.step(given[0])
     assert_same_bits(ranks.numbers(), plain.numbers())
     assert replayed.of(train) >= 12
-    assert len(graphs_of(train)) == 4  # one for each turn of a loop, and that of the step between loops
+    assert len(graphs_of(train)) == 4  # one for each arena of a loop, and that of the step between loops
 
 
 def test_longer_batches_and_wrong_ids_among_those_that_are_gone_ahead_to(with_itself, replayed):
@@ -514,7 +513,7 @@ def step(batch):
 train = te.graph_step(step)
 for number in range(8):
     loss = train((torch.arange(6, device="cuda") + number, torch.arange(7, device="cuda")))
-assert train._together._graph is not None
+assert train._rings[0]._arenas[0].graph is not None
 if how == "an error":
     raise ValueError("the user's own")
 if how == "destroyed":

@@ -14,11 +14,12 @@ from sharding.ranks import batch_of, seven, sharding_of, tables_of
 from sharding.test_sharded_failures import told
 
 import tieredemb as te
+from tieredemb.cache.locks import Locks
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.kernels import collectives
-from tieredemb.pipeline import graph_together
-from tieredemb.pipeline.graph_together import StepTogether
+from tieredemb.pipeline import ring
 from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.ring import Ring
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -43,13 +44,13 @@ class Graph:
 class Step:
     """What stands in for a `StepFunction`, of a batch that it is given."""
 
-    device, eager_steps, number, trains = torch.device("cpu"), 2, 1, True
+    device, divisions, eager_steps, number, trains = torch.device("cpu"), (), 2, 1, True
 
     def __init__(self, model):
         self.model, self.buffers, self.did = model, self, []
         self.batch = self.fails = None
         self.is_fresh = True
-        self.caches, self.locked = [self], contextlib.nullcontext()
+        self.modules, self.caches, self.locks = [model], [self], Locks(())
         self.on_buffers = contextlib.nullcontext
         self.lookups = lambda batch: [LookupSpec(self.model, batch[:2])]
 
@@ -79,7 +80,7 @@ class Step:
         pass
 
     @contextlib.contextmanager
-    def capture(self, graph):
+    def capture(self, graph, pool):
         self.did.append("capture")
         if self.fails == "capture":
             raise ValueError("the step's own")
@@ -102,13 +103,13 @@ def runs(rank, size, events):
         TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=40
     )
     step, patches = Step(model), pytest.MonkeyPatch()
-    patches.setattr(graph_together, "on_device", lambda device: contextlib.nullcontext())
+    patches.setattr(ring, "on_device", lambda device: contextlib.nullcontext())
     patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
-    patches.setattr(graph_together, "own_stream", lambda *given: None)
+    patches.setattr(ring, "own_stream", lambda *given: None)
     patches.setattr(torch.cuda, "Event", lambda: Event(1))
-    patches.setattr(graph_together, "on_stream", lambda stream: contextlib.nullcontext())
+    patches.setattr(ring, "on_stream", lambda stream: contextlib.nullcontext())
     patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
-    together, errors = StepTogether(step, model.agreement), []
+    steps, errors = Ring(step, 0, model.agreement), []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -130,7 +131,7 @@ def runs(rank, size, events):
                 if event == "freed":
                     collectives.free_all()
                 step.is_fresh, step.fails, before = event != "in flight", event, len(step.did)
-                errors.append(told(together.run, batch))
+                errors.append(told(steps.run, batch))
                 step.did[before:] = [tuple(step.did[before:])]
     finally:
         patches.undo()

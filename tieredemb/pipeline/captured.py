@@ -1,4 +1,4 @@
-"""What captured steps have in common, whether they plan their own batch or the next one."""
+"""The function that a captured step runs, and what is known of it before it is captured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class StepFunction(Generic[R]):
     """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
     `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on ·
     `eager_steps`: how many run on buffers before a capture · `number`: among those that ranks do together ·
-    `gains_ahead`: whether going ahead of its batch hides anything."""
+    `gains_ahead`: whether going ahead of its batch hides anything · `locks`: for replays, which plan, look up and
+    update, and for captures · `divisions`: of capacities that its caches share; of several ranks none, as each would
+    divide them at another step."""
 
     number = 0  # of one that no ranks agree on
 
@@ -56,9 +58,10 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [LookupSpec(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
-        self.divisions = divisions_of(self.modules)
+        of_ranks = any(module.agreement is not None for module in self.modules)
+        self.divisions = [] if of_ranks else divisions_of(self.modules)
         self.gains_ahead = self._gains_ahead(forwards)
-        self._locks = Locks(self.caches)
+        self.locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
@@ -92,11 +95,6 @@ class StepFunction(Generic[R]):
             return True
         ids = [forward.given[0] for forward in forwards]
         return sum(each.numel() for each in ids if isinstance(each, torch.Tensor)) >= LARGE
-
-    @property
-    def locked(self) -> Locks:
-        """For replays, which plan, look up and update, and for captures."""
-        return self._locks.held()
 
     def is_current(self) -> bool:
         """Whether tables are where they were, and train if they did: what was captured counts on it."""
@@ -161,7 +159,7 @@ class StepFunction(Generic[R]):
 
     @contextlib.contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-        """Captures what is launched inside. Its caller holds `locked`, until a replay has done what the capture has put
+        """Captures what is launched inside. Its caller holds `locks`, until a replay has done what the capture has put
         on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
         the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
         `synchronize` does. What fails inside leaves all as it was. Raises `UnsupportedError`, before anything is

@@ -20,13 +20,13 @@ from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
 if TYPE_CHECKING:  # what captures is imported where there is a GPU
+    from tieredemb.pipeline.arenas import Lookups
     from tieredemb.pipeline.captured import StepFunction
-    from tieredemb.pipeline.graph_ahead import StepAhead
-    from tieredemb.pipeline.graph_alone import StepAlone
-    from tieredemb.pipeline.graph_together import StepTogether
+    from tieredemb.pipeline.ring import Ring
     from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
+AHEAD = 2  # batches that a step goes ahead: the rows of one come, while the other is planned
 
 
 class GraphStep(Generic[R]):
@@ -42,20 +42,17 @@ class GraphStep(Generic[R]):
         self._example = example_batch
         self._max_ids = max_ids
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
-        self._alone: StepAlone[R] | None = None
-        self._ahead: StepAhead[R] | None = None
-        self._together: StepTogether[R] | None = None
+        self._rings: dict[int, Ring[R]] = {}  # by how many batches they go ahead
         self._agreement: Agreement | None = None  # where several ranks do the step together
 
     def __call__(self, batch: Any) -> R:
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
         does, its tensors detached."""
         step = self._step
-        if step is not None and self._agreement is None:
+        if step is not None:
             for division in step.divisions:
                 if division.request_if_due():
-                    if self._ahead is not None:
-                        self._ahead.give_up()
+                    self._give_up()
                     division.divide()
         if step is not None and not step.is_current():
             self._forget()
@@ -68,49 +65,36 @@ class GraphStep(Generic[R]):
                 "call the function that it was made of there"
             )
         if step.accumulates():
-            if self._ahead is not None:
-                self._ahead.give_up()
+            self._give_up()
             return step(batch)
-        run = running(batch)
-        if run is not None and not step.gains_ahead and self._agreement is None:
-            run.leave_planning_to(self._plan_nothing, 0)
-        elif run is not None and (run.told or step.lookups.forwards):
-            ahead = self._ahead = self._ahead or self._going_ahead(step)
-            run.leave_planning_to(ahead.give_up, ahead.reach)
-            return ahead(batch, run)
-        if self._agreement is not None:
-            return self._step_together(step, self._agreement).run(batch)
-        if self._alone is None:
-            from tieredemb.pipeline.graph_alone import StepAlone
+        reach, following = 0, list[Any]()
+        told: Lookups | None = None
+        loop = running(batch)
+        if loop is not None:
+            if self._agreement is None and not step.gains_ahead:
+                loop.leave_planning_to(_plan_nothing, 0)
+            elif loop.told or step.lookups.forwards:
+                reach = AHEAD
+                loop.leave_planning_to(self._give_up, reach)
+                following, told = loop.following(reach), loop.told
+        ring = self._rings.get(reach) or self._make_ring(step, reach)
+        return ring.run(batch, following, told)
 
-            self._alone = StepAlone(step)
-        return self._alone.run(batch)
+    def _make_ring(self, step: StepFunction[R], reach: int) -> Ring[R]:
+        from tieredemb.pipeline.ring import Ring
 
-    @staticmethod
-    def _plan_nothing() -> None:
-        """Of a loop whose batches the step plans itself, each with its own."""
+        ring = self._rings[reach] = Ring(step, reach, self._agreement)
+        return ring
 
-    def _going_ahead(self, step: StepFunction[R]) -> StepAhead[R]:
-        if self._agreement is None:
-            from tieredemb.pipeline.graph_ahead import StepAhead
-
-            return StepAhead(step)
-        from tieredemb.pipeline.graph_ahead_together import StepAheadTogether
-
-        return StepAheadTogether(step, self._agreement)
-
-    def _step_together(self, step: StepFunction[R], agreement: Agreement) -> StepTogether[R]:
-        if self._together is None:
-            from tieredemb.pipeline.graph_together import StepTogether
-
-            self._together = StepTogether(step, agreement)
-        return self._together
+    def _give_up(self) -> None:
+        """Gives up the batches that were planned for the next calls."""
+        for ring in list(self._rings.values()):
+            ring.give_up()
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""
-        if self._ahead is not None:
-            self._ahead.give_up()
-        self._step = self._alone = self._ahead = self._together = None
+        self._give_up()
+        self._step, self._rings = None, {}
 
     def _first(self, batch: Any) -> R:
         """As the function, and heard: which modules look up which of the batch's tensors."""
@@ -155,6 +139,10 @@ class GraphStep(Generic[R]):
         if is_clear:
             self._step, self._agreement = step, agreement
             step.number = 0 if agreement is None else agreement.begin_step()
+
+
+def _plan_nothing() -> None:
+    """Of a loop whose batches the step plans itself, each with its own."""
 
 
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.base import AHEAD, Cache, PlanKind
+from tieredemb.cache.base import AHEAD, Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_device, on_stream, side_stream
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
-from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor
 from tieredemb.step.program import Call
 from tieredemb.tables.table_set import Place
 
@@ -44,20 +44,16 @@ class PlanExecutors:
         made. Those on a stream are planned in one go."""
         if not lookups:
             return
-
-        def plan_alone(lookup: LookupSpec, kind: PlanKind, memory: Any) -> Planned:
-            module, given, _ = lookup
-            return module.plan_ahead(self._executor_of(module), *given, kind=kind, memory=memory)
-
         with contextlib.ExitStack() as entered:
             for stream in self._streams:
                 on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
                 entered.enter_context(stream.together(on_it))
             if len(lookups) == 1:
-                (lookup,) = lookups
-                planned.append((lookup.module.planned, plan_alone(lookup, AHEAD._replace(trains=lookup.trains), None)))
+                ((module, given, trains),) = lookups
+                kind = AHEAD._replace(trains=trains)
+                planned.append((module.planned, module.plan_ahead(self._executor_of(module), *given, kind=kind)))
             else:
-                plan_groups(self._groups.of(lookups), plan_alone, planned, executor_of=self._executor_of)
+                plan_groups(self._groups.of(lookups), self._executor_of, planned)
 
     def _executor_of(self, module: LookupModule) -> PlanExecutor:
         place = module.tables.placed.now

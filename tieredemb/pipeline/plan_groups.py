@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tieredemb.tables.table_set import Place, Placed, TableSet
 
 PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
-PlanAlone = Callable[[LookupSpec, PlanKind, Any], Planned]  # one forward, and where to plan it
 
 
 class PlanGroup:
@@ -125,26 +124,23 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
 
 def plan_groups(
     groups: Sequence[GroupLookups],
-    plan_alone: PlanAlone,
+    executor_of: Callable[[LookupModule], PlanExecutor],
     made: list[PlannedGroup],
     memories: Sequence[Any] = (),
-    executor_of: Callable[[LookupModule], PlanExecutor] | None = None,
 ) -> None:
     """Plans the plan groups of one batch ahead, and puts them down in `made` one by one: an interrupt finds those that
-    were. `plan_alone`: plans a single forward · `memories`: of each group in turn, where to plan · `executor_of`: where
-    plans of several forwards are made, which is else here, on the stream that is current."""
+    were. `memories`: of each group in turn, where to plan."""
     ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
     for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
         its = list(islice(ages, len(lookups)))
         if len(lookups) > 1:
-            executor, of_pools = None if executor_of is None else executor_of(group.modules[0]), group.starts
-            kind = AHEAD._replace(ages=tuple([its[at] for at, _ in of_pools]))
-            if _plan_as_one(group, lookups, made, executor, kind, memory):
+            kind = AHEAD._replace(ages=tuple([its[at] for at, _ in group.starts]))
+            if _plan_as_one(group, lookups, made, executor_of(group.modules[0]), kind, memory):
                 continue
-        for lookup, is_later in zip(lookups, its, strict=True):
-            kind = AHEAD._replace(ages=is_later, trains=lookup.trains)
-            planned = plan_alone(lookup, kind, memory if len(lookups) == 1 else None)
-            made.append((lookup.module.planned, planned))
+        for (module, given, trains), is_later in zip(lookups, its, strict=True):
+            kind, its_memory = AHEAD._replace(ages=is_later, trains=trains), memory if len(lookups) == 1 else None
+            planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=its_memory)
+            made.append((module.planned, planned))
 
 
 def drop_all(planned: Sequence[PlannedGroup]) -> None:

@@ -221,7 +221,7 @@ class Run(Generic[B]):
                 "prefetch planned a batch that no forward looked up: the model is given other tensors than those "
                 "planned (copies, other shapes, ids computed from them); name the ones it is given with ids_of, and "
                 "give a captured step the very batch",
-                stacklevel=4,
+                stacklevel=3,
             )
         tensors = (part for lookup in self._seen for part in lookup.given if isinstance(part, torch.Tensor))
         if any(part.numel() == 0 for part in tensors):
@@ -235,7 +235,7 @@ class Run(Generic[B]):
                     f"prefetch cannot tell from a batch what {some_of(names)} will look up, so nothing is fetched "
                     f"ahead for it: the ids are none of the batch's tensors. Name them with ids_of; where the model "
                     f"computes them, have the loader do that, or loop over the loader itself",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             for fetched in self.queue:
                 self._plan(fetched)
@@ -266,7 +266,7 @@ class Run(Generic[B]):
             warnings.warn(
                 "two captured steps take the batches of one prefetch loop: each plans the next one for itself, and "
                 "neither can replay while the other's is in flight; make one step of them",
-                stacklevel=4,
+                stacklevel=3,
             )
         self._planners.append(give_up)
         self._listen(False)

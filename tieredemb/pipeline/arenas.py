@@ -1,4 +1,5 @@
-"""The turns of a captured step that goes ahead: a buffer, the batch in it, its plans, the graph that computes it."""
+"""Arenas of a captured step: the memory of one batch each. An arena is free, then its batch is planned, then looked up
+and updated, then it is free again."""
 
 from __future__ import annotations
 
@@ -9,25 +10,24 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 
 import torch
 
-from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import Replays
 from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.collectives import is_over
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
-from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
-from tieredemb.step.planned_forwards import Planned
+from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_at_once, plan_groups
 
 if TYPE_CHECKING:
     from tieredemb.step.device_group_call import DeviceGroupCall
     from tieredemb.step.program import Call
 
 R = TypeVar("R")
-Lookups = Callable[[Any], Sequence[LookupSpec]]
+Lookups = Callable[[Any], Sequence[LookupSpec]]  # of a batch
 
 
 class PlannedCall(Protocol):
@@ -67,12 +67,12 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 
 
 @dataclass(frozen=True)
-class TurnGraph(Generic[R]):
-    """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
-    forward and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
-    `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
-    it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
-    captured."""
+class StepGraph(Generic[R]):
+    """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `replays`:
+    what it does to each cache's book · `offsets`: of the batches that it plans, for each forward and group, from the
+    last one before · `brings`: whether it brings in what is pending, in each cache · `completes`: what it plans and
+    leaves nothing of for later, for each forward and group · `states`: of the plans that it uses · `memories`: where
+    those and the ones that it makes are, by arenas · `made`: these, as they were captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
@@ -84,10 +84,10 @@ class TurnGraph(Generic[R]):
     memories: list[list[Any]]
     made: tuple[list[PlannedCall], list[PlannedGroup]]
 
-    def fits(self, turns: Sequence[Turn[R]], caches: Sequence[DeviceCache]) -> bool:
+    def fits(self, arenas: Sequence[Arena[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
         knows of. Else it has to be captured anew."""
-        if any(turn.memories != memories for turn, memories in zip(turns, self.memories, strict=True)):
+        if any(arena.memories != memories for arena, memories in zip(arenas, self.memories, strict=True)):
             return False
         return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
 
@@ -100,18 +100,17 @@ class TurnGraph(Generic[R]):
         return not any(here.uncached > known.uncached or here.deferred != known.deferred for here, known in each)
 
 
-class Turn(Generic[R]):
-    """One of the buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
-    it."""
+class Arena(Generic[R]):
+    """All memory of one batch: the `buffers` that it is copied to, its plans, and the `graph` that computes it.
+    `batch`: the one that is to be looked up, until it was · `ran`: of several ranks, comes once the last replay is over
+    that has planned it."""
 
-    def __init__(self, buffers: Buffers, behind: torch.cuda.Stream) -> None:
-        """`behind`: the stream on which the rows of the batch before come."""
+    def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
-        self._behind = behind
-        self._deferred: dict[DeviceCache, DeferredRows] = {}
         self.batch: Any = None
-        self.graph: TurnGraph[R] | None = None
-        self.ran: torch.cuda.Event | None = None  # of several ranks: comes once the last replay is over that planned it
+        self.graph: StepGraph[R] | None = None
+        self.ran: torch.cuda.Event | None = None
+        self._deferred: dict[DeviceCache, DeferredRows] = {}
         self._planned: list[PlannedGroup] = []
         # as they were planned last by launches; replays plan to where these are
         self._launched: list[PlannedGroup] = []
@@ -147,34 +146,31 @@ class Turn(Generic[R]):
             return False
         return True
 
-    def wanted(self, step: StepFunction[R], lookups: Lookups) -> list[LookupSpec]:
-        """The forwards that the batch will come to."""
-        return [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
+    def is_over(self, patience: float | None = None) -> bool:
+        """Of several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
+        return self.ran is None or is_over(self.ran, patience)
 
-    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
-        """Plans the forwards of the batch, to where those of one before were."""
-        wanted = self.wanted(step, lookups)
-        with executor.together(wanted):
-            self._plan(executor, wanted)
+    def wanted(self, step: StepFunction[R], told: Lookups | None = None) -> list[LookupSpec]:
+        """The forwards that the batch will come to, of the modules of the step: as it has shown, or as was `told`."""
+        lookups = (told or step.lookups)(self.buffers.batch)
+        return [each._replace(trains=each.trains and step.trains) for each in lookups if each.module in step.modules]
 
-    def plan_deferred(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
-        """The same, on the stream that is current, among others that `executor` plans together. What is missed comes
-        with the next plan, or when it is asked for."""
-        with ExitStack() as deferring:
-            for cache in caches:
+    def plan_at_once(self, step: StepFunction[R], made: list[PlannedGroup]) -> None:
+        """Plans the forwards that are about to come, of several as one, and puts them down in `made`."""
+        plan_at_once(self._groups.of(self.wanted(step)), made)
+
+    def plan(self, executor: StreamExecutor, wanted: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
+        """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
+        among others that `executor` plans together. What caches miss that are `deferring` rows comes with the next
+        plan, or when it is asked for."""
+        with ExitStack() as entered:
+            for cache in deferring:
                 if cache not in self._deferred:
-                    self._deferred[cache] = DeferredRows(self._behind)
-                deferring.enter_context(cache.defer_rows(self._deferred[cache]))
-            self._plan(executor, wanted)
-
-    def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
-        if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
-            executor.wait_to_plan()
-
-        def plan_alone(lookup: LookupSpec, kind: PlanKind, memory: Any) -> Planned:
-            return lookup.module.plan_ahead(executor, *lookup.given, kind=kind, memory=memory)
-
-        plan_groups(self._groups.of(wanted), plan_alone, self._planned, self.memories)
+                    self._deferred[cache] = DeferredRows(executor.stream)
+                entered.enter_context(cache.defer_rows(self._deferred[cache]))
+            if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
+                executor.wait_to_plan()
+            plan_groups(self._groups.of(wanted), lambda _: executor, self._planned, self.memories)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 
@@ -193,7 +189,7 @@ class Turn(Generic[R]):
         """Those forwards that could be planned."""
         return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
-    def rebind_plans(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
+    def rebind_plans(self, graph: StepGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
         """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
         nothing of for later."""
         self._planned, complete = [], []
