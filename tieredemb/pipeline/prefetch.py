@@ -23,6 +23,7 @@ from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
+from tieredemb.pipeline.backward_thread import backward_on_this_thread
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
@@ -61,13 +62,18 @@ class Prefetch(Generic[B]):
             )
         self._told = None if ids_of is None else NamedLookups(self.modules, ids_of)
         self.autotuner = autotuner_of(self.modules.values(), depth)
+        self._model = model
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[B]:
-        source = iter(self.loader)
-        with PlanExecutors(self.modules) as executors, contextlib.closing(Run(self, executors, self._told)) as run:
+        source, devices = iter(self.loader), [module.tables.config.device for module in self.modules.values()]
+        with (
+            PlanExecutors(self.modules) as executors,
+            contextlib.closing(Run(self, executors, self._told)) as run,
+            backward_on_this_thread(self._model, devices) if self.depth else contextlib.nullcontext(),
+        ):
             ended = False
             while True:
                 while not ended and len(run.queue) <= max(self.depth, run.asked_ahead):
@@ -92,7 +98,8 @@ def prefetch(
     and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
 
     Where the host is what the loop waits for, nothing can be hidden: steps on a GPU, over tiers that its kernels reach,
-    are timed now and then, of several ranks on the first, and planned ahead while that makes them faster. Its plans
+    are timed now and then, of several ranks on the first, and planned ahead while that makes them faster. Backward
+    passes inside of the loop run on its thread, if one GPU has the whole model, and not on autograd's. Plans ahead
     lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the loader
     comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time. Raises
     `ConfigError`.
