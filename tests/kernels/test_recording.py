@@ -11,7 +11,7 @@ import torch
 from disturbances.disturbed import LineInterrupts
 
 from tieredemb.kernels import captures, recording
-from tieredemb.kernels.compiler import HEARD
+from tieredemb.kernels.compiler import LISTENERS
 from tieredemb.kernels.recording import GraphPool, Repeats, note_failure
 
 
@@ -190,17 +190,17 @@ def test_the_collector_is_back_after_an_interrupt_anywhere():
     assert at > 4
 
 
-def test_launches_are_heard_no_longer_once_a_recording_was_interrupted_anywhere():
+def test_launches_are_noted_no_longer_once_a_recording_was_interrupted_anywhere():
     at = 0
     while True:
         interrupts = LineInterrupts(at)
         try:
-            with interrupts.on(), recording._heard_by(lambda *_: None):
-                assert threading.get_ident() in HEARD
+            with interrupts.on(), recording._listening(lambda *_: None):
+                assert threading.get_ident() in LISTENERS
         except KeyboardInterrupt:
             pass
         else:
             break
-        assert threading.get_ident() not in HEARD, f"line {at}"
+        assert threading.get_ident() not in LISTENERS, f"line {at}"
         at += 1
     assert at > 4

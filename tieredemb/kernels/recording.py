@@ -1,5 +1,5 @@
-"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: of tensors that come and go, such
-as a batch and an output, the graph is told where they are now, and nothing is copied."""
+"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: a replay gives the graph the
+addresses of tensors that come and go, such as a batch and an output, and copies nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from tieredemb.kernels.arguments import Signature
 from tieredemb.kernels.captures import Capture, no_collector
-from tieredemb.kernels.compiler import HEARD, driver
+from tieredemb.kernels.compiler import LISTENERS, driver
 from tieredemb.kernels.streams import capture_lock, side_stream
 
 WORD = 8  # bytes of an address
@@ -148,11 +148,6 @@ class _Node:
         self.places = [(now.index(word.value), word) for word in self._words if word.value in now]
         return bool(self.places)
 
-    def tell(self, now: Sequence[int]) -> None:
-        """Its changing arguments are `now`."""
-        for argument, word in self.places:
-            word.value = now[argument]
-
 
 class Recording:
     """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up · `priority`: as
@@ -172,17 +167,17 @@ class Recording:
     @contextlib.contextmanager
     def recorded(self, changing: Sequence[int]) -> Iterator[None]:
         """Records what this thread launches inside, which must not wait for the device. `changing`: the arguments that
-        `replay` is told anew, addresses of tensors that are not empty, no two alike, or in place of a number of 64 bits
+        each replay is given, addresses of tensors that are not empty, no two alike, or in place of a number of 64 bits
         an address that stands for it; inside they are given to kernels of ours alone, and not to cooperative ones."""
         stream = side_stream(self._device, self._priority, "capture")
         launched: list[_Node] = []
 
-        def hear(signature: Signature, packed: bytes, stream: int) -> None:
+        def note(signature: Signature, packed: bytes, stream: int) -> None:
             launched.append(_Node(_last_node(stream), signature, packed))
 
         with capture_lock(self._device), no_collector():
             try:
-                with Capture(self._graph, stream, self._pool.handle(), at_once=True), _heard_by(hear):
+                with Capture(self._graph, stream, self._pool.handle(), at_once=True), _listening(note):
                     yield
             except BaseException:
                 self._pool.begin_anew()
@@ -204,7 +199,8 @@ class Recording:
             for node in self._nodes:
                 for argument, _ in node.places:
                     if before is None or before[argument] != now[argument]:
-                        node.tell(now)
+                        for number, word in node.places:
+                            word.value = now[number]
                         _check(library.cuGraphExecKernelNodeSetParams_v2(self._executable, node.node, node.params))
                         break
             self._now = now
@@ -212,12 +208,12 @@ class Recording:
 
 
 @contextlib.contextmanager
-def _heard_by(hear: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
-    """Tells `hear` of this thread's launches, and of none later, whatever interrupts."""
+def _listening(note: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
+    """Calls `note` for each launch of this thread inside, and for none later, whatever interrupts."""
     thread = threading.get_ident()
     with contextlib.ExitStack() as after:
-        after.callback(HEARD.pop, thread, None)
-        HEARD[thread] = hear
+        after.callback(LISTENERS.pop, thread, None)
+        LISTENERS[thread] = note
         yield
 
 
