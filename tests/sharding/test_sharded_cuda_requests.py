@@ -19,7 +19,7 @@ from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.recorded_requests import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedRequest, RecordedRequests
-from tieredemb.step.recorded_plans import Recorded
+from tieredemb.step.recorded_plans import RecordedPlan
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -48,7 +48,7 @@ def counted(*, records=True):
 
 def counts(rank, size, *given):
     """A run, and how many of its forwards were exchanged, and how many plans made, by replays."""
-    with counted() as asked, calls_of(Recorded, "replay") as planned:
+    with counted() as asked, calls_of(RecordedPlan, "replay") as planned:
         return *sharded_run(rank, size, *given), len(asked), len(planned)
 
 
@@ -406,7 +406,7 @@ def cannot_record(rank, size, fails):
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5,
         optimizer=te.Adagrad(lr=0.1),
     )  # fmt: skip
-    record, failed, outputs = Recorded._record, [], []
+    record, failed, outputs = RecordedPlan._record, [], []
 
     def raises(self, *args):
         if fails and len(failed) < 4:
@@ -414,13 +414,13 @@ def cannot_record(rank, size, fails):
             raise RuntimeError("operation not permitted when stream is capturing")
         return record(self, *args)
 
-    Recorded._record = raises
+    RecordedPlan._record = raises
     try:
         for step in range(STEPS):
             batch = batch_of(tables, step, rank, samples=seven, shape="ones")
             outputs.append(step_of(model, batch, weighted=False)[0])
     finally:
-        Recorded._record = record
+        RecordedPlan._record = record
     weights = dict(model.state_dict())
     model.close()
     return outputs, weights, len(failed)

@@ -7,13 +7,10 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import threading
-import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -23,10 +20,6 @@ from tieredemb.kernels.compiler import LISTENERS, driver
 from tieredemb.kernels.streams import capture_lock, side_stream
 
 WORD = 8  # bytes of an address
-TIMES = 2  # that something is launched before it is recorded: what is made at a first use must not be captured
-CAPTURE_ERROR = re.compile(r"captur|error 90\d\b", re.IGNORECASE)  # CUDA's messages, and the driver's numbers
-MOST_DISTURBED = 3  # recordings, before it is left at launches
-K = TypeVar("K", bound=Hashable)
 
 
 @functools.cache
@@ -54,37 +47,6 @@ def _knows_nodes() -> bool:
     except AttributeError:
         return False
     return True
-
-
-def note_failure(error: Exception) -> None:
-    """A recording has ended in `error`, and what was to be recorded, which has not run, is launched, and raises by
-    itself what its caller is to know. Warns, unless no memory was left for the recording, or another thread waited for
-    the whole device."""
-    if not isinstance(error, torch.OutOfMemoryError) and not CAPTURE_ERROR.search(str(error)):
-        warnings.warn(
-            f"a plan or an update could not be recorded, and is launched as before, which costs the host more: {error}",
-            stacklevel=3,
-        )
-
-
-class Repeats(Generic[K]):
-    """Counts what comes again and again, so that it is worth to be recorded: of the last `most` different ones."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._times: OrderedDict[K, int] = OrderedDict()
-
-    def put_off(self, key: K) -> None:
-        """What was recorded gave way to others: it has to come more often than they before it is recorded again."""
-        self._times.pop(key, None)
-        self._times[key] = -self._most
-
-    def count(self, key: K) -> int:
-        """How often it has come, with this time."""
-        times = self._times[key] = self._times.pop(key, 0) + 1
-        if len(self._times) > self._most:
-            self._times.popitem(last=False)
-        return times
 
 
 class GraphPool:

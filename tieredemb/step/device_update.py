@@ -19,7 +19,7 @@ from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forwards, by_call, take_one_step
-from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
+from tieredemb.step.recorded_updates import ALIGNMENT, replay_update
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -108,7 +108,7 @@ def _update(collected: Collected) -> None:
                         group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
         recurs, kept = len(calls) == 1 and stays and _is_plain(calls[0].parts), [*options, *scaling.tensors()]
-        if not (recurs and updates_of(tables).run(calls, [grads], overflow, kept, launch)):
+        if not (recurs and replay_update(tables, calls, [grads], overflow, kept, launch)):
             launch([grads])
 
 
@@ -242,7 +242,7 @@ def _update_shared(tables: TableSet, calls: Sequence[DeviceCall], updates: Seque
         for each in updates:
             kept += each.taken, *each.scaling.tensors()
         recurs = all(each.stays and _is_plain(each.parts) for each in updates)
-        if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
+        if not (recurs and replay_update(tables, calls, grads, overflow, kept, launch)):
             launch(grads)
 
 
