@@ -4,10 +4,10 @@ plan, the lookup is part of the graph; else it has a graph of its own. Where row
 graphs: one up to the report of what is missed, and one that brings the rows in.
 
 A form has capacities, not counts. Batches of bags of any length have different numbers of ids, so a graph has room for
-as many or a sixteenth more (`room_for`), and drops what lies beyond, as ids beyond the last bag are. Of one table's
-bags of one length there is room for more samples, too, whose bags are empty. Rows that are outputs of their own, as
-those of a TieredEmbeddingCollection, have graphs for each number of ids. Of forwards whose samples have weights the
-plan alone is recorded, and the lookup, which reads them, is launched.
+more (`capacities`), and drops what lies beyond, as ids beyond the last bag are. Of one table's bags of one length there
+is room for more samples, too, whose bags are empty. Rows that are outputs of their own, as those of a
+TieredEmbeddingCollection, have graphs for each number of ids. Of forwards whose samples have weights the plan alone is
+recorded, and the lookup, which reads them, is launched.
 
 A recording plans into memory of its own, so a form that is in flight twice has two. A plan on a thread of its own
 comes, on the device, only behind what was released when its hold began: a recording is not free for it until its last
@@ -42,6 +42,7 @@ from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.kernels.tracing import marked
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
+from tieredemb.step.capacities import Capacities, room_for
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.tables.group import DeviceGroup
 
@@ -54,14 +55,6 @@ if TYPE_CHECKING:
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
-ROOMS_AN_OCTAVE = 16  # different rooms for ids, from a number of them to twice as many
-LEAST_ROOM = 256  # ids: that many take no longer than fewer
-
-
-def room_for(ids: int) -> int:
-    """How many ids a recorded plan has room for, of a batch that has so many: as many or up to a sixteenth more."""
-    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * ROOMS_AN_OCTAVE))
-    return -(-ids // step) * step
 
 
 class Form(NamedTuple):
@@ -133,12 +126,13 @@ class RecordedPlans:
         self._is_pooled = place.config.pooled
         self._has_one_feature = context.tables.n_features == 1  # so that bags are numbered by their samples
         self._is_recordable = place.config.check_ids != "always" and can_record()
+        self._capacities = Capacities()
         self._recorder: Recorder[Form, RecordedPlan] = Recorder(MOST_FORMS, MOST_AT_ONCE)
 
     def plan(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
-        if batch.ids.shape[0] == 0 or not self._is_recordable or torch.cuda.is_current_stream_capturing():
+        if 0 in call.rooms or not self._is_recordable or torch.cuda.is_current_stream_capturing():
             return False
         if torch._C._cuda_getDevice() == self.device.index and not torch._C._autograd._profiler_enabled():
             return self._plan(call, batch, kind)
@@ -164,9 +158,8 @@ class RecordedPlans:
 
     def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
         batch = self._with_room(call, batch)
-        ids = call.ids_in(self.groups)
-        following = [group.cache.next_plan(n) for group, n in zip(self.groups, ids, strict=True)]
-        if None in following or 0 in ids:
+        following = [group.cache.next_plan(n) for group, n in zip(self.groups, call.ids_in(self.groups), strict=True)]
+        if None in following:
             return False
         offsets, stack = batch.offsets, batch.stack
         form = Form(
@@ -194,28 +187,31 @@ class RecordedPlans:
         """Gives `call` room for more ids than it has, where no row of the output is that of one id; and for more
         samples, where bags are of one length and numbered by their samples: returns the batch as one of as many, of
         which the last ones have empty bags. The caller holds the locks of plans and rows."""
-        offsets = batch.offsets
+        counts, offsets = call.rooms, batch.offsets
         if batch.stack is not None or (call.form is None and not self._is_pooled):
             return batch
         if not isinstance(offsets, EqualBags):
-            call.rooms = self._rooms(call.rooms)
+            call.rooms = self._with_slots(self._capacities.of(counts), counts)
             return batch
         if call.form is not None or not self._has_one_feature:
             return batch
-        (room,), length = self._rooms(call.rooms), offsets.length
+        (room,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
         bags = room // length
         call.rooms, call.batch, call.samples = [bags * length], bags, batch.size
         return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
 
-    def _rooms(self, counts: Sequence[int]) -> list[int]:
-        """The room for so many ids of each block, or of all groups; for no more where that many would find slots, and
-        with more a plan would count on rows without one; nor for more than a plan can number."""
-        rooms = [max(count, min(room_for(count), MOST_IDS)) for count in counts]
+    def _with_slots(self, rooms: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """These rooms of each block, or of all groups, but no more than a plan can number. Where so many would not find
+        slots, and the ids that there are would, fewer: with more a plan would count on rows without a slot."""
+        found = [max(count, min(room, MOST_IDS)) for room, count in zip(rooms, counts, strict=True)]
         for number, group in enumerate(self.groups):
             at = number if len(counts) > 1 else 0
-            if not group.cache.has_slots_for(rooms[at]) and group.cache.has_slots_for(counts[at]):
-                rooms[at] = counts[at]
-        return rooms
+            has_slots, count = group.cache.has_slots_for, counts[at]
+            if not has_slots(found[at]) and has_slots(count):
+                found[at] = min(found[at], room_for(count))
+                if not has_slots(found[at]):
+                    found[at] = count
+        return found
 
 
 class RecordedPlan:
