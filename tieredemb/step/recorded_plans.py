@@ -104,10 +104,10 @@ class ReplayedCall(DeviceCall):
 def plans_of(context: CallContext) -> RecordedPlans:
     """The recorded plans of the calls that have this context, of its tables where these are now."""
     place = context.tables.placed.now
-    found = place.recorded.get(context)
+    found: RecordedPlans | None = place.recorded.get(context)
     if found is None:
         found = place.recorded[context] = RecordedPlans(context, place)
-    return cast("RecordedPlans", found)
+    return found
 
 
 class RecordedPlans:
@@ -158,15 +158,16 @@ class RecordedPlans:
 
     def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
         batch = self._with_room(call, batch)
-        following = [group.cache.next_plan(n) for group, n in zip(self.groups, call.ids_in(self.groups), strict=True)]
-        if None in following:
+        of_all = zip(self.groups, call.ids_in(self.groups), strict=True)
+        following = [plan for group, n in of_all if (plan := group.cache.next_plan(n)) is not None]
+        if len(following) < len(self.groups):
             return False
         offsets, stack = batch.offsets, batch.stack
         form = Form(
             call.layout, tuple(call.rooms), batch.size, batch.edges,
             offsets if isinstance(offsets, EqualBags) else offsets.shape[0], batch.exact, batch.places,
             -1 if stack is None or stack.is_plain else stack.rows, batch.weights is not None, kind,
-            tuple(cast("list[NextPlan]", following)),
+            tuple(following),
         )  # fmt: skip
         recorded = self._recorder.find(form)
         if recorded is not None:
