@@ -88,7 +88,8 @@ class Place:
     one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
     before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
     `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups · `recorded`: what was recorded of the
-    tables there, by who has recorded it, which refers to none of these and not to the place: it is freed with it."""
+    tables there, by the context of calls, or by the tables of updates. It does not refer to the place, and is freed
+    with it."""
 
     def __init__(
         self,
