@@ -75,7 +75,7 @@ class DeviceCall(Call):
             self.layout, self.blocks = form.layout, len(form.blocks)
             self.gpu = context.tables.groups[0].config.device.index
 
-    def take(self, batch: Batch, kind: PlanKind) -> None:
+    def set_batch(self, batch: Batch, kind: PlanKind) -> None:
         """The batch is about to be planned, by launches or a replay."""
         # with the first one of several forwards: there may be none
         self.ids, self.tells_later = batch.ids.shape[0], kind.ahead or self.form is not None
@@ -90,7 +90,7 @@ class DeviceCall(Call):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        self.take(batch, kind)
+        self.set_batch(batch, kind)
         tables = self.context.tables
         features = tables.n_features
         if features * max(self.batch, self.rows) > MAX_BAGS:

@@ -94,7 +94,7 @@ class ReplayedCall(DeviceCall):
     ) -> None:
         # captured steps are planned in their own memory
         if memory is None and kind.scored and not may_exceed_bags:
-            self.take(batch, kind)
+            self.set_batch(batch, kind)
             if plans_of(self.context).plan(self, batch, kind):
                 return
             self.batch, self.samples = batch.size, -1  # whatever a recording has made of them
