@@ -23,7 +23,7 @@ from benchmarks.cuda_workload import CudaWorkload, batches
 from benchmarks.record import Record, measured
 from benchmarks.timing import Quantiles
 from benchmarks.warm_steps import GPU, GPU_TABLES
-from tieredemb.kernels import recording
+from tieredemb.kernels import recorder
 
 TABLES, ROWS, WIDTH, BATCH, SHARE = GPU_TABLES, GPU.rows, GPU.width, GPU.samples, GPU.capacity
 STEPS, WARM_UP = 100, 80
@@ -48,11 +48,11 @@ class Nothing(torch.autograd.Function):
 @contextlib.contextmanager
 def launched_each_time() -> Iterator[None]:
     """Nothing is recorded inside."""
-    times, recording.TIMES = recording.TIMES, NEVER
+    times, recorder.TIMES = recorder.TIMES, NEVER
     try:
         yield
     finally:
-        recording.TIMES = times
+        recorder.TIMES = times
 
 
 THREADS: dict[str, Callable[[], Any]] = {"": contextlib.nullcontext, ONE_THREAD: on_one_thread}

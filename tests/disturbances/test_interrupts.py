@@ -36,11 +36,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
-from tieredemb.kernels import recording
+from tieredemb.kernels import recorder
 from tieredemb.modules.forwards import LISTENERS
 from tieredemb.pipeline.plan_executors import WorkerExecutor
-from tieredemb.step.recorded_plans import plans_of
-from tieredemb.step.recorded_updates import updates_of
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
 
@@ -109,7 +107,7 @@ ACTS = {
 
 def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
     # kernels are compiled the first time; a plan may be recorded after some, and an update of such plans after more
-    for _ in range(2 * recording.TIMES + 3):
+    for _ in range(2 * recorder.TIMES + 3):
         counting = Disturbing()
         pair.run(lambda module: act(module, 100), counting)
     disturbed = reached = 0
@@ -133,13 +131,12 @@ def test_interrupt_of_what_is_being_recorded(gpu, device, pair, name, request, m
         pytest.skip("nothing is recorded on the CPU")
 
     def act(module: Any, number: int) -> None:
-        plans_of(module.call_context).forget()
-        updates_of(module.tables).forget()
+        module.tables.placed.now.recorded.clear()
         ACTS[name](module, number)
 
-    plans_of(pair.module.call_context).forget()
+    pair.module.tables.placed.now.recorded.clear()
     campaign(pair, ACTS[name], request, 4)  # what is made at a first use must not be captured
-    monkeypatch.setattr(recording, "TIMES", 0)
+    monkeypatch.setattr(recorder, "TIMES", 0)
     campaign(pair, act, request)
 
 

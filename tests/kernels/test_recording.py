@@ -1,28 +1,17 @@
-"""What decides about recordings, without a GPU: what comes often enough, which pool of memory, what is told."""
+"""Recordings, without a GPU: whether there are any, which pool of memory, captures that are interrupted."""
 
 from __future__ import annotations
 
 import gc
 import threading
-import warnings
 
 import pytest
 import torch
 from disturbances.disturbed import LineInterrupts
 
 from tieredemb.kernels import captures, recording
-from tieredemb.kernels.compiler import HEARD
-from tieredemb.kernels.recording import GraphPool, Repeats, note_failure
-
-
-def test_what_comes_again_is_counted_and_what_gave_way_is_put_off():
-    repeats = Repeats(4)
-    assert [repeats.count("a") for _ in range(3)] == [1, 2, 3]
-    for other in "bcde":
-        repeats.count(other)
-    assert repeats.count("a") == 1  # of the last four
-    repeats.put_off("a")
-    assert [repeats.count("a") for _ in range(2)] == [-3, -2]
+from tieredemb.kernels.compiler import LISTENERS
+from tieredemb.kernels.recording import GraphPool
 
 
 class Graph:
@@ -49,23 +38,6 @@ def test_a_pool_is_shared_while_any_graph_uses_it(monkeypatch):
     del third  # has no part in the new one
     assert pool.handle() == 4
     del fourth
-
-
-@pytest.mark.parametrize(
-    ("error", "warns"),
-    [
-        (torch.OutOfMemoryError("none left"), False),
-        (RuntimeError("CUDA error: operation failed due to a previous error during capture"), False),
-        (RuntimeError("the CUDA driver refused to launch plan_begin (1 x 32): error 901"), False),
-        (RuntimeError("error 9017 of ours"), True),
-        (RuntimeError("use_count > 0 INTERNAL ASSERT FAILED"), True),
-    ],
-)
-def test_mistakes_are_warned_of_and_disturbances_are_not(error, warns):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        note_failure(error)
-    assert len(told) == warns
 
 
 def test_recording_can_be_switched_off(monkeypatch):
@@ -190,17 +162,17 @@ def test_the_collector_is_back_after_an_interrupt_anywhere():
     assert at > 4
 
 
-def test_launches_are_heard_no_longer_once_a_recording_was_interrupted_anywhere():
+def test_launches_are_noted_no_longer_once_a_recording_was_interrupted_anywhere():
     at = 0
     while True:
         interrupts = LineInterrupts(at)
         try:
-            with interrupts.on(), recording._heard_by(lambda *_: None):
-                assert threading.get_ident() in HEARD
+            with interrupts.on(), recording._listening(lambda *_: None):
+                assert threading.get_ident() in LISTENERS
         except KeyboardInterrupt:
             pass
         else:
             break
-        assert threading.get_ident() not in HEARD, f"line {at}"
+        assert threading.get_ident() not in LISTENERS, f"line {at}"
         at += 1
     assert at > 4

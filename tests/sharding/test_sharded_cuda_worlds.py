@@ -31,7 +31,7 @@ from training import NAMES, OPTIMIZERS
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.layout import RowWise
-from tieredemb.step.recorded_plans import Recorded
+from tieredemb.step.recorded_plans import RecordedPlan
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -115,7 +115,7 @@ def test_cuda_exchanges_of_one_size_ahead_and_refused(worlds):
 
 def replays_of(rank, size, *given):
     """How many plans a run on the ranks replays here."""
-    with calls_of(Recorded, "replay") as replays:
+    with calls_of(RecordedPlan, "replay") as replays:
         sharded_run(rank, size, *given)
     return len(replays)
 

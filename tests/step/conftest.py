@@ -14,13 +14,13 @@ def recorded(monkeypatch):
 @pytest.fixture
 def replays(monkeypatch):
     """A list that has an entry for each plan that is replayed from now on."""
-    from tieredemb.step.recorded_plans import Recorded
+    from tieredemb.step.recorded_plans import RecordedPlan
 
-    found, replay = [], Recorded.replay
+    found, replay = [], RecordedPlan.replay
 
     def counted(self, *given):
         found.append(self)
         replay(self, *given)
 
-    monkeypatch.setattr(Recorded, "replay", counted)
+    monkeypatch.setattr(RecordedPlan, "replay", counted)
     return found

@@ -12,7 +12,6 @@ from training import bits
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step.recorded_plans import LEAST_ROOM, ROOMS_AN_OCTAVE, room_for
 
 pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
@@ -180,12 +179,31 @@ def test_none_one_and_many_ids_in_turn(monkeypatch, replays):
     assert both(monkeypatch, replays, run) > 0
 
 
-def test_rooms_are_few_and_not_much_larger():
-    for n in [1, 255, 256, 257, 4095, 4096, 4097, 10**5, 10**6 + 1, 2**28]:
-        room = room_for(n)
-        assert n <= room <= max(n + LEAST_ROOM - 1, n * (1 + 1 / ROOMS_AN_OCTAVE))
-    assert room_for(0) == 0
-    assert len({room_for(n) for n in range(2**16, 2**17)}) <= ROOMS_AN_OCTAVE + 1
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_converted_tables_of_very_different_numbers_of_ids(monkeypatch, replays, prefetch):
+    """Each of three pools has other counts each time: their plans are of a few capacities all the same."""
+    sizes, widths = (ROWS, 50, 120), (8, 16, 32)
+
+    def run():
+        torch.manual_seed(0)
+        given = zip(sizes, widths, strict=True)
+        model = Each(nn.EmbeddingBag(rows, width, mode="sum") for rows, width in given)
+        optimizer = torch.optim.Adagrad(model.cuda().parameters(), lr=0.1)
+        te.replace_embedding_bags(model, capacity=0.5, optimizer=optimizer)
+        batches = [
+            [bags_of(3 * step + at, rows=rows, longest=400) for at, rows in enumerate(sizes)]
+            for step in range(3 * BATCHES)
+        ]
+        outputs = []
+        for batch in te.prefetch(batches, model) if prefetch else batches:
+            out = model(batch)
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+            outputs.append(out.detach())
+        return [*outputs, *model.state_dict().values()]
+
+    assert both(monkeypatch, replays, run) > BATCHES
 
 
 def single_ids_of(step, length=None):

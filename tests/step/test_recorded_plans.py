@@ -9,16 +9,16 @@ import weakref
 import pytest
 import torch
 from devices import assert_same_bits
-from step.recordings import ROWS, STEPS, both, ids_of
+from step.recordings import ROWS, STEPS, both, ids_of, recordings_of
 from torch import nn
 from training import bits
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError
-from tieredemb.kernels import recording
-from tieredemb.step import recorded_plans, recorded_updates
-from tieredemb.step.recorded_plans import Recorded, RecordedPlans, plans_of
-from tieredemb.step.recorded_updates import updates_of
+from tieredemb.kernels import recorder, recording
+from tieredemb.step import recorded_plans
+from tieredemb.step.recorded_plans import RecordedPlan
+from tieredemb.step.recorded_updates import RecordedUpdate
 
 pytestmark = pytest.mark.usefixtures("gpu", "recorded")
 
@@ -46,7 +46,7 @@ def test_training_has_the_bits_of_plans_that_are_launched(monkeypatch, replays, 
             outputs.append(out.detach())
         return [*outputs, *bits(bag)]
 
-    assert both(monkeypatch, replays, run) >= STEPS - recording.TIMES - 2
+    assert both(monkeypatch, replays, run) >= STEPS - recorder.TIMES - 2
 
 
 def test_updates_are_recorded_by_their_forwards_and_options():
@@ -54,11 +54,11 @@ def test_updates_are_recorded_by_their_forwards_and_options():
     for step in range(STEPS):
         bag(ids_of(step)).sum().backward()
         bag.fused_optimizer.param_groups[0]["lr"] *= 0.9
-    assert len(updates_of(bag.tables)._updates) == 1
+    assert len(recordings_of(bag.tables, bag.tables)) == 1
     two = made(40)
     for step in range(STEPS):
         (two(ids_of(step)).sum() + two(ids_of(step + 1)).sum()).backward()
-    assert not updates_of(two.tables)._updates  # of several forwards in one table
+    assert not recordings_of(two.tables, two.tables)  # of several forwards in one table
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -219,18 +219,19 @@ def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, pre
             out.square().sum().backward()
             optimizer.step()
             outputs.append(out.detach())
-        found.append(updates_of(model[0].tables.whole)._updates)
+        whole = model[0].tables.whole
+        found.append(len(recordings_of(whole, whole)))
         return [*outputs, *model.state_dict().values()]
 
     assert both(monkeypatch, replays, run) > (10 if prefetch else 20)  # plans of all three tables, or of each
     recorded, launched = found
-    assert prefetch or len(recorded) == 1
+    assert prefetch or recorded == 1
     assert not launched
 
 
 def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
     recorded = []
-    monkeypatch.setattr(Recorded, "__init__", lambda self, *_: recorded.append(self))
+    monkeypatch.setattr(RecordedPlan, "__init__", lambda self, *_: recorded.append(self))
     bag = made(40)
     for step in range(STEPS):
         bag(ids_of(step, (8, 2 + step))).sum().backward()
@@ -240,22 +241,21 @@ def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
 
 def test_recordings_are_few_and_counted_and_end_with_the_place():
     bag = made(40)
-    plans: RecordedPlans = plans_of(bag.call_context)
     for size in range(2, 2 + recorded_plans.MOST_FORMS + 3):
         for step in range(4):
             bag(ids_of(step, (3, size))).sum().backward()
-    assert len(plans._recorded) == recorded_plans.MOST_FORMS
+    plans = recordings_of(bag.tables, bag.call_context)
+    assert len(plans) == recorded_plans.MOST_FORMS
     (report,) = bag.memory_report().values()
-    assert (
-        report["batch"]["recorded"] >= sum(each.size_bytes() for kept in plans._recorded.values() for each in kept) > 0
-    )
+    assert report["batch"]["recorded"] >= sum(each.size_bytes() for each in plans) > 0
+    del plans
     expected = bits(bag)
     bag.cpu()
     assert_same_bits([each.cpu() for each in bits(bag)], [each.cpu() for each in expected])
     bag.cuda()
     for step in range(4):
         bag(ids_of(step)).sum().backward()
-    assert len(plans._recorded) <= 1
+    assert len(recordings_of(bag.tables, bag.call_context)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_recordings_are_few_and_counted_and_end_with_the_place():
         RuntimeError("the CUDA driver refused to launch plan_begin (1 x 32): error 901"),
     ],
 )
-@pytest.mark.parametrize("at", [recorded_plans.Recorded, recorded_updates.RecordedUpdates])
+@pytest.mark.parametrize("at", [RecordedPlan, RecordedUpdate])
 def test_what_cannot_be_recorded_is_launched(monkeypatch, replays, at, error):
     failures = []
 
@@ -285,16 +285,16 @@ def test_what_cannot_be_recorded_is_launched(monkeypatch, replays, at, error):
     expected = run()
     monkeypatch.setattr(at, "_record", staticmethod(refuse))
     assert_same_bits(run(), expected)
-    assert len(failures) == recording.MOST_DISTURBED
+    assert len(failures) == recorder.MOST_FAILURES
 
 
 def test_another_error_of_a_recording_is_warned_of(monkeypatch):
     def refuse(*_):
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(recorded_plans.Recorded, "_record", refuse)
+    monkeypatch.setattr(RecordedPlan, "_record", refuse)
     bag = made(40)
-    for step in range(recording.TIMES):
+    for step in range(recorder.TIMES):
         bag(ids_of(step))
     with pytest.warns(UserWarning, match="could not be recorded, and is launched as before.*a mistake"):
         out = bag(ids_of(0))
@@ -306,7 +306,7 @@ def test_nothing_keeps_tables_that_nobody_has():
     bag = made(40)
     for step in range(STEPS):
         bag(ids_of(step)).sum().backward()
-    assert updates_of(bag.tables)._updates
+    assert recordings_of(bag.tables, bag.tables)
     cache = weakref.ref(bag.tables.groups[0].cache)
     gc.disable()
     try:
@@ -364,14 +364,14 @@ def test_a_lookup_that_cannot_be_recorded_is_launched(monkeypatch, replays):
         return [*outputs, *bits(bag)]
 
     expected = run()
-    recorded = Recorded._record_lookup
+    recorded = RecordedPlan._record_lookup
 
     def fails(self, call, out):
         with monkeypatch.context() as patch:
             patch.setattr(type(call), "tell", refuse)
             return recorded(self, call, out)
 
-    monkeypatch.setattr(Recorded, "_record_lookup", fails)
+    monkeypatch.setattr(RecordedPlan, "_record_lookup", fails)
     assert_same_bits(run(), expected)
 
 

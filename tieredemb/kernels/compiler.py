@@ -158,8 +158,8 @@ class _Arguments:
 _SPARE: deque[_Arguments] = deque()
 
 
-# Who hears of the launches of a thread, by its number: their signature, packed arguments and stream.
-HEARD: dict[int, Callable[[Signature, bytes, int], None]] = {}
+# Called for each launch of a thread, by its number, with the signature, the packed arguments and the stream.
+LISTENERS: dict[int, Callable[[Signature, bytes, int], None]] = {}
 
 
 class Kernel:
@@ -208,8 +208,8 @@ class Kernel:
         _SPARE.append(packed)
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
-        if HEARD and threading.get_ident() in HEARD:
-            HEARD[threading.get_ident()](self.signature, self._packing.pack(*values), stream)
+        if LISTENERS and threading.get_ident() in LISTENERS:
+            LISTENERS[threading.get_ident()](self.signature, self._packing.pack(*values), stream)
 
     def prepare(self, device: int) -> None:
         """Begins to compile it for a device on another thread, unless it was: for launches that are sure to come."""

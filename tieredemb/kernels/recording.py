@@ -1,5 +1,5 @@
-"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: of tensors that come and go, such
-as a batch and an output, the graph is told where they are now, and nothing is copied."""
+"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: a replay gives the graph the
+addresses of tensors that come and go, such as a batch and an output, and copies nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ import contextlib
 import ctypes
 import functools
 import os
-import re
 import threading
-import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from tieredemb.kernels.arguments import Signature
 from tieredemb.kernels.captures import Capture, no_collector
-from tieredemb.kernels.compiler import HEARD, driver
+from tieredemb.kernels.compiler import LISTENERS, driver
 from tieredemb.kernels.streams import capture_lock, side_stream
 
 WORD = 8  # bytes of an address
-TIMES = 2  # that something is launched before it is recorded: what is made at a first use must not be captured
-CAPTURE_ERROR = re.compile(r"captur|error 90\d\b", re.IGNORECASE)  # CUDA's messages, and the driver's numbers
-MOST_DISTURBED = 3  # recordings, before it is left at launches
-K = TypeVar("K", bound=Hashable)
 
 
 @functools.cache
@@ -54,37 +47,6 @@ def _knows_nodes() -> bool:
     except AttributeError:
         return False
     return True
-
-
-def note_failure(error: Exception) -> None:
-    """A recording has ended in `error`, and what was to be recorded, which has not run, is launched, and raises by
-    itself what its caller is to know. Warns, unless no memory was left for the recording, or another thread waited for
-    the whole device."""
-    if not isinstance(error, torch.OutOfMemoryError) and not CAPTURE_ERROR.search(str(error)):
-        warnings.warn(
-            f"a plan or an update could not be recorded, and is launched as before, which costs the host more: {error}",
-            stacklevel=3,
-        )
-
-
-class Repeats(Generic[K]):
-    """Counts what comes again and again, so that it is worth to be recorded: of the last `most` different ones."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._times: OrderedDict[K, int] = OrderedDict()
-
-    def put_off(self, key: K) -> None:
-        """What was recorded gave way to others: it has to come more often than they before it is recorded again."""
-        self._times.pop(key, None)
-        self._times[key] = -self._most
-
-    def count(self, key: K) -> int:
-        """How often it has come, with this time."""
-        times = self._times[key] = self._times.pop(key, 0) + 1
-        if len(self._times) > self._most:
-            self._times.popitem(last=False)
-        return times
 
 
 class GraphPool:
@@ -148,11 +110,6 @@ class _Node:
         self.places = [(now.index(word.value), word) for word in self._words if word.value in now]
         return bool(self.places)
 
-    def tell(self, now: Sequence[int]) -> None:
-        """Its changing arguments are `now`."""
-        for argument, word in self.places:
-            word.value = now[argument]
-
 
 class Recording:
     """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up · `priority`: as
@@ -172,17 +129,17 @@ class Recording:
     @contextlib.contextmanager
     def recorded(self, changing: Sequence[int]) -> Iterator[None]:
         """Records what this thread launches inside, which must not wait for the device. `changing`: the arguments that
-        `replay` is told anew, addresses of tensors that are not empty, no two alike, or in place of a number of 64 bits
+        each replay is given, addresses of tensors that are not empty, no two alike, or in place of a number of 64 bits
         an address that stands for it; inside they are given to kernels of ours alone, and not to cooperative ones."""
         stream = side_stream(self._device, self._priority, "capture")
         launched: list[_Node] = []
 
-        def hear(signature: Signature, packed: bytes, stream: int) -> None:
+        def note(signature: Signature, packed: bytes, stream: int) -> None:
             launched.append(_Node(_last_node(stream), signature, packed))
 
         with capture_lock(self._device), no_collector():
             try:
-                with Capture(self._graph, stream, self._pool.handle(), at_once=True), _heard_by(hear):
+                with Capture(self._graph, stream, self._pool.handle(), at_once=True), _listening(note):
                     yield
             except BaseException:
                 self._pool.begin_anew()
@@ -204,7 +161,8 @@ class Recording:
             for node in self._nodes:
                 for argument, _ in node.places:
                     if before is None or before[argument] != now[argument]:
-                        node.tell(now)
+                        for number, word in node.places:
+                            word.value = now[number]
                         _check(library.cuGraphExecKernelNodeSetParams_v2(self._executable, node.node, node.params))
                         break
             self._now = now
@@ -212,12 +170,12 @@ class Recording:
 
 
 @contextlib.contextmanager
-def _heard_by(hear: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
-    """Tells `hear` of this thread's launches, and of none later, whatever interrupts."""
+def _listening(note: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
+    """Calls `note` for each launch of this thread inside, and for none later, whatever interrupts."""
     thread = threading.get_ident()
     with contextlib.ExitStack() as after:
-        after.callback(HEARD.pop, thread, None)
-        HEARD[thread] = hear
+        after.callback(LISTENERS.pop, thread, None)
+        LISTENERS[thread] = note
         yield
 
 

@@ -45,7 +45,7 @@ from tieredemb.step.program import NUMBERS, Call, Shareable
 
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
-    from tieredemb.sharding.recorded_asks import RecordedAsk
+    from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartRooms
 
     Array = np.ndarray[Any, Any]
@@ -90,7 +90,7 @@ class ShardedCall(Shareable):
     # (`_is_later`) both are taken for what they were before
     _fits, _is_later, _asks_for = False, False, Most(0, 0)
     _bound: Bound | None = None  # of the exchange, if that is of one size
-    _recorded: RecordedAsk | None = None  # what it was found and is asked by, if that is recorded
+    _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
     # of each part, where rows and gradients are written to each other's memory and not sent
     _rooms: Sequence[PartRooms | None] = ()
 
@@ -140,15 +140,15 @@ class ShardedCall(Shareable):
                 self._fits = True
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
-            asks = self.context.asks
-            if asks is not None and self._learns:
-                self._recorded = asks.of(batch)
-            if asks is not None and self._recorded is not None:
-                self._fits, self._is_later = True, asks.may_look_later()
-                self._asks_for = asks.before(self._recorded.samples)
+            recorded = self.context.recorded
+            if recorded is not None and self._learns:
+                self._recorded = recorded.of(batch)
+            if recorded is not None and self._recorded is not None:
+                self._fits, self._is_later = True, recorded.may_look_later()
+                self._asks_for = recorded.before(self._recorded.samples)
                 return () if self._is_later else self._looked_at()
             found = self.context.bags_of(batch)
-            if self.context.max_ids is not None or asks is not None:
+            if self.context.max_ids is not None or recorded is not None:
                 self._asks_for = self._most(found)
                 self._fits = self.context.max_ids is not None and self.fits(self._asks_for)
             return found
@@ -169,7 +169,7 @@ class ShardedCall(Shareable):
         found = self._found()
         assert self._recorded is not None
         self._look()
-        self._recorded.tell(found)
+        self._recorded.notify(found)
         return found
 
     def _found(self) -> list[GpuBags]:
@@ -199,7 +199,7 @@ class ShardedCall(Shareable):
         captured, or is to be, none does."""
         context = self.context
         is_captured = self.row_bound is not None or self._words is not None or context.on_buffers
-        return context.asks is not None and not is_captured
+        return context.recorded is not None and not is_captured
 
     def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
         """What is asked of each shard here."""
@@ -243,13 +243,13 @@ class ShardedCall(Shareable):
         """Of an exchange of one size, if all that any rank asks for fits one, as far as that is known."""
         context, flags = self.context, header.flags
         bound = None if context.max_ids is None else Bound(context.max_ids, self.row_bound)
-        if context.asks is not None and self._learns:
+        if context.recorded is not None and self._learns:
             samples = header.counts[:, -1].tolist()
             told = flags >> FLAG_BITS
             most = Most(int((told & MOST_COUNTED).max()), int((told >> MOST_BITS).max()))
-            bound = context.asks.agreed(self.batch, samples, most)
+            bound = context.recorded.agreed(self.batch, samples, most)
             if not self._is_later:
-                context.asks.note(samples, self._asks_for)
+                context.recorded.note(samples, self._asks_for)
         return bound if (flags & FITS).all() else None
 
     def _exchanged(self, told: torch.Tensor) -> list[Request | PaddedRequest]:
@@ -261,7 +261,7 @@ class ShardedCall(Shareable):
             if (self._recorded.samples, self._recorded.bound) == (sizes, bound):
                 if not self._is_later:
                     self._recorded.pad()
-                self._bags, asked = self._recorded.ask()
+                self._bags, asked = self._recorded.exchange()
                 return [*asked]
             if self._is_later:  # they are padded for another one
                 self._bags = self._found()
@@ -396,12 +396,12 @@ class ShardedCall(Shareable):
         waits until its ids were found, which was long before what the GPU does now. Raises what is wrong with them."""
         if not self._is_later:
             return False
-        asks, bound = self.context.asks, self._bound
+        recorded, bound = self.context.recorded, self._bound
         assert self._recorded is not None
-        assert asks is not None
+        assert recorded is not None
         assert bound is not None
         self._look()
-        asks.note(self._recorded.samples, self._asks_for)
+        recorded.note(self._recorded.samples, self._asks_for)
         fits = bound.takes(self._asks_for)
         if not fits:
             self._look_at_once()
@@ -409,8 +409,8 @@ class ShardedCall(Shareable):
 
     def _look_at_once(self) -> None:
         """From now on, for a while."""
-        assert self.context.asks is not None
-        self.context.asks.look_at_once()
+        assert self.context.recorded is not None
+        self.context.recorded.look_at_once()
 
     def _ask_again(self) -> None:
         """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in the sizes that

@@ -41,7 +41,7 @@ from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.finder import bag_finder, recorded_asks
+from tieredemb.sharding.finder import bag_finder, recorded_requests
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
@@ -196,7 +196,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
         )  # fmt: skip
         context.captures = Captures(context, find, self._batch)
-        context.asks = recorded_asks(context, find)
+        context.recorded = recorded_requests(context, find)
         return Together(context, config)
 
     def _make_shards(

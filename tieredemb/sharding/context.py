@@ -30,7 +30,7 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 if TYPE_CHECKING:
     from tieredemb.sharding.call import ReadyGradients, ShardedCall
     from tieredemb.sharding.captures import Captures
-    from tieredemb.sharding.recorded_asks import RecordedAsks
+    from tieredemb.sharding.recorded_requests import RecordedRequests
     from tieredemb.step.engine import Engine
 
     Array = np.ndarray[Any, Any]
@@ -46,10 +46,10 @@ ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their ro
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if the user has named it · `captures`: what lets a step be captured · `asks`: what eager forwards record
-    on a GPU · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another
-    for in one part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the
-    ranks have told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`:
+    padded to, if the user has named it · `captures`: what lets a step be captured · `recorded`: what eager forwards
+    record on a GPU · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked
+    another for in one part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once
+    the ranks have told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`:
     whether all do."""
 
     layout: Layout
@@ -64,7 +64,7 @@ class ShardedContext:
     optimizer: FusedOptimizer | ShardedOptimizer | None
     max_ids: int | None = None
     captures: Captures | None = None
-    asks: RecordedAsks | None = None
+    recorded: RecordedRequests | None = None
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None

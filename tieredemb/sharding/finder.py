@@ -11,7 +11,7 @@ from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.sharding.context import ShardedContext
-    from tieredemb.sharding.recorded_asks import RecordedAsks
+    from tieredemb.sharding.recorded_requests import RecordedRequests
 
 
 def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> CountingFinder:
@@ -25,11 +25,11 @@ def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) ->
     return HostFinder(layout, parts)
 
 
-def recorded_asks(context: ShardedContext, finder: CountingFinder) -> RecordedAsks | None:
+def recorded_requests(context: ShardedContext, finder: CountingFinder) -> RecordedRequests | None:
     """What forwards of the context record of what `finder` finds, on a GPU."""
     if context.device.type != "cuda":
         return None
     from tieredemb.sharding.gpu_bags import GpuFinder
-    from tieredemb.sharding.recorded_asks import RecordedAsks
+    from tieredemb.sharding.recorded_requests import RecordedRequests
 
-    return RecordedAsks(context, finder) if isinstance(finder, GpuFinder) else None
+    return RecordedRequests(context, finder) if isinstance(finder, GpuFinder) else None

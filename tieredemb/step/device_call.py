@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -27,18 +27,27 @@ from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forward
 from tieredemb.step.program import NUMBERS, Call, CallContext, StackRows
-from tieredemb.step.recorded_plans import Recorded, plans_of
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.kernels.recording import GraphPool
     from tieredemb.step.batch import Given
     from tieredemb.step.batch_form import BatchForm
     from tieredemb.tables.table_set import TableSet
 
 MOST_OUTPUT = 1.125  # × its own rows: an output is copied out of memory for more
+
+
+class PlanRecording(Protocol):
+    """The recording that has planned a call; see `RecordedPlan`."""
+
+    number: int
+    compute_pool: GraphPool
+
+    def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None: ...
 
 
 class DeviceCall(Call):
@@ -49,8 +58,8 @@ class DeviceCall(Call):
     parts: list[DeviceGroupCall]
     memory: CallMemory
     pooled: list[torch.Tensor] | None = None  # the outputs, where a recorded plan has looked them up
-    recorded: Recorded | None = None  # what has planned it, if that is recorded
-    source: Recorded | None = None  # the same, where it is to look the outputs up yet
+    recorded: PlanRecording | None = None  # what has planned it, if that is recorded
+    source: PlanRecording | None = None  # the same, where it is to look the outputs up yet
     stack: Stack | None = None  # what the rows of its output are, if that has one
     layout: Hashable = None  # of several forwards, what tells their batches apart (`BatchForm`)
     blocks = 1  # groups that have ids and outputs of their own, or one for all
@@ -66,6 +75,13 @@ class DeviceCall(Call):
             self.layout, self.blocks = form.layout, len(form.blocks)
             self.gpu = context.tables.groups[0].config.device.index
 
+    def set_batch(self, batch: Batch, kind: PlanKind) -> None:
+        """The batch is about to be planned, by launches or a replay."""
+        # with the first one of several forwards: there may be none
+        self.ids, self.tells_later = batch.ids.shape[0], kind.ahead or self.form is not None
+        self.rooms = self.counts()
+        self.stack = batch.stack
+
     def plan(
         self,
         batch: Batch,
@@ -74,15 +90,7 @@ class DeviceCall(Call):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        # with the first one of several forwards: there may be none
-        self.ids, self.tells_later = batch.ids.shape[0], kind.ahead or self.form is not None
-        self.rooms = self.counts()
-        self.stack = batch.stack
-        # captured steps are planned in their own memory
-        recurs = memory is None and kind.scored and not may_exceed_bags
-        if recurs and plans_of(self.context).plan(self, batch, kind):
-            return
-        self.stack = batch.stack  # whatever a recording has come to
+        self.set_batch(batch, kind)
         tables = self.context.tables
         features = tables.n_features
         if features * max(self.batch, self.rows) > MAX_BAGS:

@@ -20,7 +20,7 @@ from tieredemb.step.backward_pass import Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forwards, by_call, take_one_step
 from tieredemb.step.program import Call, CallContext
-from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
+from tieredemb.step.recorded_updates import ALIGNMENT, replay_update
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -238,7 +238,7 @@ def _launch(
         for each in updates:
             kept += [*([] if each.taken is None else [each.taken]), *each.scaling.tensors()]
         recurs = all(each.stays and _is_plain(each.parts) for each in updates)
-        if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
+        if not (recurs and replay_update(tables, calls, grads, overflow, kept, launch)):
             launch(grads)
 
 

@@ -514,9 +514,9 @@ def _update(collected: Collected) -> None:
 def call_type(device_type: str) -> type[Call]:
     """Of the tables' device."""
     if device_type == "cuda":
-        from tieredemb.step.device_call import DeviceCall
+        from tieredemb.step.recorded_plans import ReplayedCall
 
-        return DeviceCall
+        return ReplayedCall
     from tieredemb.step.host_call import HostCall
 
     return HostCall

@@ -99,11 +99,6 @@ class CallContext:
         """Of batches of several tables, those that were looked up before."""
         return BatchForms()
 
-    @functools.cached_property
-    def kept(self) -> dict[type, Any]:
-        """What its calls keep for later ones, by its type."""
-        return {}
-
     @property
     def is_dense(self) -> bool:
         """Whether the optimizer moves every row in every step."""

@@ -1,31 +1,31 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
 launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
-plan, the lookup is part of the graph. Where rows pass through the host there are two: one up to the report of what is
-missed, and one that brings the rows in.
+plan, the lookup is part of the graph; else it has a graph of its own. Where rows pass through the host a plan has two
+graphs: one up to the report of what is missed, and one that brings the rows in.
 
-Batches of bags of any length have different numbers of ids, so a graph has room for as many or a sixteenth more
-(`room_for`), and what lies beyond is dropped, as ids beyond the last bag are. Of one table's bags of one length there
+A form has capacities, not counts. Batches of bags of any length have different numbers of ids, so a graph has room for
+more (`capacities`), and drops what lies beyond, as ids beyond the last bag are. Of one table's bags of one length there
 is room for more samples, too, whose bags are empty. Rows that are outputs of their own, as those of a
 TieredEmbeddingCollection, have graphs for each number of ids. Of forwards whose samples have weights the plan alone is
 recorded, and the lookup, which reads them, is launched.
 
 A recording plans into memory of its own, so a form that is in flight twice has two. A plan on a thread of its own
-comes, on the device, behind no more than what was released when it was asked for: a recording is not free for it until
-its last batch is one of those. The ledger counts a replay as it counts a plan; where it would lock otherwise than at
-the recording, it is another form. Where rows that pass through the host are left without a slot, the second half is
+comes, on the device, only behind what was released when its hold began: a recording is not free for it until its last
+batch is one of those. The ledger counts a replay as it counts a plan; where it would lock other batches than at the
+recording, it is another form. Where rows that pass through the host are left without a slot, the second half is
 launched, and so are plans while there are such rows. What cannot be recorded is launched, with the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -34,338 +34,218 @@ from tieredemb.cache.device.cache import NextPlan
 from tieredemb.cache.device.planner import MOST_IDS
 from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
-from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.recording import Recording, Repeats, can_record
+from tieredemb.kernels.recorder import Recorder, attempt
+from tieredemb.kernels.recording import Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.kernels.tracing import marked
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
+from tieredemb.step.capacities import Capacities, room_for
+from tieredemb.step.device_call import DeviceCall
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
-    from tieredemb.step.batch_form import BatchForm
     from tieredemb.step.call_memory import CallMemory
-    from tieredemb.step.device_group_call import DeviceGroupCall
     from tieredemb.step.program import CallContext
     from tieredemb.step.stack import Stack
     from tieredemb.tables.table_set import Place
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
-ROOMS_AN_OCTAVE = 16  # different rooms for ids, from a number of them to twice as many
-LEAST_ROOM = 256  # ids: that many take no longer than fewer
-
-
-def room_for(ids: int) -> int:
-    """How many ids a recorded plan has room for, of a batch that has so many: as many or up to a sixteenth more."""
-    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * ROOMS_AN_OCTAVE))
-    return -(-ids // step) * step
-
-
-def _rooms(counts: list[int], groups: Sequence[DeviceGroup]) -> list[int]:
-    """The room for so many ids of each block, or of all groups; for no more where that many would find slots, and with
-    more a plan would count on rows without one; nor for more than a plan can number. The caller holds the locks of
-    plans and rows."""
-    rooms = [max(count, min(room_for(count), MOST_IDS)) for count in counts]
-    one = len(counts) < len(groups)
-    for number, group in enumerate(groups):
-        at = 0 if one else number
-        if not group.cache.has_slots_for(rooms[at]) and group.cache.has_slots_for(counts[at]):
-            rooms[at] = counts[at]
-    return rooms
-
-
-def _with_room_for_bags(call: Recordable, batch: Batch, length: int, groups: Sequence[DeviceGroup]) -> Batch:
-    """The batch of one table's bags of one length, as one of as many bags as a plan has room for: the last ones are
-    empty. `call` is told so. The caller holds the locks of plans and rows."""
-    (room,) = _rooms(call.counts(), groups)
-    bags = room // length
-    call.rooms, call.batch, call.samples = [bags * length], bags, batch.size
-    return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
 
 
 class Form(NamedTuple):
-    """What the launches of a plan depend on; how many ids there are is told each time. `layout`, `rooms`: see
-    `Recordable` · `given`: how many of the `edges` are given, or the length of all bags where they are `equal` ·
-    `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and not a plain one,
-    else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read · `kind`: see
-    `Call.plan`."""
+    """What the launches of a plan depend on; how many ids there are is given to each replay. `layout`, `rooms`: see
+    `DeviceCall` · `batch`: samples, or for how many there is room · `bags`: those of one length, or how many of the
+    `edges` are given · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and
+    not a plain one, else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read ·
+    `kind`: see `Call.plan` · `following`: what the plan depends on of each group's cache."""
 
     layout: Hashable
     rooms: tuple[int, ...]
     batch: int
     edges: int
-    given: int
-    equal: bool
+    bags: EqualBags | int
     exact: bool
     places: Places | None
     stacked: int
     weighted: bool
     kind: PlanKind
+    following: tuple[NextPlan, ...]
 
 
 _numbers = itertools.count()
-Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
-Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `Recordable.blocks_of`
+Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `DeviceCall.blocks_of`
 
 
-class Recordable(Protocol):
-    """A call on a GPU whose plan can be recorded, or replayed. `context`, `form`, `parts`, `keeps_rows`: see `Call` ·
-    `memory`: what it is planned into · `stack`: what the rows of its output are, if that has one · `layout`: of several
-    forwards, what tells their batches apart · `rooms`: for how many ids the memory has room, of each block · `batch`:
-    its samples, or for how many there is room, of which it has `samples` then, else −1 · `pooled`: its outputs, where
-    the replay has looked them up · `recorded`: what has planned it · `source`: the same, where it is to look the
-    outputs up yet."""
+class ReplayedCall(DeviceCall):
+    """A call whose plan is replayed, if that was recorded and nothing forbids it; else it is launched."""
 
-    context: CallContext
-    form: BatchForm | None
-    parts: list[DeviceGroupCall]
-    keeps_rows: bool
-    memory: CallMemory
-    stack: Stack | None
-    layout: Hashable
-    rooms: Sequence[int]
-    batch: int
-    samples: int
-    pooled: list[torch.Tensor] | None
-    recorded: Recorded | None
-    source: Recorded | None
-
-    @staticmethod
-    def inputs(batch: Batch) -> tuple[torch.Tensor, Edges]:
-        """What is to be planned, as kernels take it."""
-
-    def counts(self) -> list[int]:
-        """How many ids there are, of each block."""
-
-    def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
-        """For how many ids each group has room."""
-
-    def blocks_of(self, ids: torch.Tensor, edges: Edges) -> list[tuple[torch.Tensor, Edges]]:
-        """The ids that each group looks among, int64 (N,), and the edges of their bags."""
-
-    def output_shapes(self) -> list[tuple[int, int]]:
-        """Of the output; of several forwards that of those in each block."""
-
-    def allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
-        """Memory for its plan."""
-
-    def launch(
+    def plan(
         self,
-        groups: list[DeviceGroup],
-        blocks: list[tuple[torch.Tensor, Edges]],
+        batch: Batch,
         kind: PlanKind,
+        *,
+        may_exceed_bags: bool = False,
+        memory: CallMemory | None = None,
     ) -> None:
-        """Launches its plan, into the memory that it has."""
-
-    def look_up(
-        self, outs: Sequence[torch.Tensor], weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool
-    ) -> None:
-        """Launches its lookup, which writes the outputs."""
-
-    def tell(self) -> None:
-        """Launches what tells the host of a fault that the plan has found."""
-
-    def follow(self, *more: torch.Tensor) -> None:
-        """Tells torch's allocator that the current stream uses its memory, and `more`."""
-
-    def complete(self) -> bool:
-        """See `Call`."""
-
-    def release(self) -> None:
-        """See `Call`."""
-
-    def give_up_plan(self) -> None:
-        """What it was planned to did not come: it is to be planned anew."""
+        # captured steps are planned in their own memory
+        if memory is None and kind.scored and not may_exceed_bags:
+            self.set_batch(batch, kind)
+            if plans_of(self.context).plan(self, batch, kind):
+                return
+            self.batch, self.samples = batch.size, -1  # whatever a recording has made of them
+        super().plan(batch, kind, may_exceed_bags=may_exceed_bags, memory=memory)
 
 
-class Forgets(Protocol):
-    """What was recorded of tables in one place."""
-
-    def forget(self) -> None: ...
-
-
-def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
-    """The place, weakly; what is recorded of it is forgotten when the tables are elsewhere, or nobody has them."""
-    mine = weakref.ref(recorded)
-
-    def left(_: object) -> None:
-        found = mine()
-        if found is not None:
-            found.forget()
-
-    return weakref.ref(place, left)
-
-
-class _Site:
-    """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
-    plans can be · `is_pooled`: whether outputs have as many rows for any number of ids · `has_one_feature`: whether
-    bags are numbered by their samples · `waits`: whether plans wait for the host · `pools`: whether lookups need
-    nothing that lies between a plan and them."""
-
-    def __init__(self, call: Recordable, plans: RecordedPlans) -> None:
-        context = call.context
-        place = context.tables.placed.now
-        self.place = when_left(place, plans)
-        self.device = place.config.device
-        self.groups = [cast("DeviceGroup", group) for group in place.groups]
-        caches = [group.cache for group in self.groups]
-        self.locks, self.plan_locks = Locks(caches), Locks(caches, rows=False)
-        self.waits = not all(group.cache.cold.device_readable for group in self.groups)
-        self.only = self.groups[0].cache if len(self.groups) == 1 and not self.waits else None
-        self.is_pooled = place.config.pooled
-        self.has_one_feature = call.form is None and context.tables.n_features == 1
-        self.is_recordable = place.config.check_ids != "always" and can_record()
-        plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
-        self.pools = plain and context.options.max_norm is None
+def plans_of(context: CallContext) -> RecordedPlans:
+    """The recorded plans of the calls that have this context, of its tables where these are now."""
+    place = context.tables.placed.now
+    found: RecordedPlans | None = place.recorded.get(context)
+    if found is None:
+        found = place.recorded[context] = RecordedPlans(context, place)
+    return found
 
 
 class RecordedPlans:
-    """Those of one module's lookups. Where rows are locked otherwise than when a plan was recorded, as other batches
-    are in flight, it is launched anew."""
+    """The recorded plans of one module's lookups, of tables in one place. `pools`: whether lookups need nothing that
+    lies between a plan and them · `waits`: whether plans wait for the host."""
 
-    def __init__(self) -> None:
-        self._site: _Site | None = None
-        self._forms: Repeats[Key] = Repeats()
-        self._recorded: OrderedDict[Key, list[Recorded]] = OrderedDict()
-        self._disturbed = 0  # recordings that have failed
+    def __init__(self, context: CallContext, place: Place) -> None:
+        self.device, self.output_dtype = place.config.device, place.config.output_dtype
+        self.groups = [cast("DeviceGroup", group) for group in place.groups]
+        caches = [group.cache for group in self.groups]
+        self.waits = not all(cache.cold.device_readable for cache in caches)
+        plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
+        self.pools = plain and context.options.max_norm is None
+        self._locks, self._plan_locks = Locks(caches), Locks(caches, rows=False)
+        self._only = caches[0] if len(caches) == 1 and not self.waits else None
+        self._is_pooled = place.config.pooled
+        self._has_one_feature = context.tables.n_features == 1  # so that bags are numbered by their samples
+        self._is_recordable = place.config.check_ids != "always" and can_record()
+        self._capacities = Capacities()
+        self._recorder: Recorder[Form, RecordedPlan] = Recorder(MOST_FORMS, MOST_AT_ONCE)
 
-    def forget(self) -> None:
-        """The tables are elsewhere: nothing keeps what was there."""
-        self._site = None
-        self._forms = Repeats()
-        self._recorded.clear()
-
-    def plan(self, call: Recordable, batch: Batch, kind: PlanKind) -> bool:
+    def plan(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
-        site = self._site
-        if site is None or site.place() is not call.context.tables.placed.now:
-            self.forget()
-            site = self._site = _Site(call, self)
-        ids, offsets = batch.ids, batch.offsets
-        n = ids.shape[0]
-        if n == 0 or not site.is_recordable or torch.cuda.is_current_stream_capturing():
+        if 0 in call.rooms or not self._is_recordable or torch.cuda.is_current_stream_capturing():
             return False
-        equal = isinstance(offsets, EqualBags)
-        given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
-        stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
-        form = Form(
-            call.layout, (), batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked,
-            batch.weights is not None, kind,
-        )  # fmt: skip
-        if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
-            with on_device(site.device), marked("plan"):
-                is_planned = self._plan(call, site, form, batch)
-        else:
-            is_planned = self._plan(call, site, form, batch)
-        if not is_planned:
-            call.rooms, call.batch, call.samples = call.counts(), batch.size, -1
-        return is_planned
+        if torch._C._cuda_getDevice() == self.device.index and not torch._C._autograd._profiler_enabled():
+            return self._plan(call, batch, kind)
+        with on_device(self.device), marked("plan"):
+            return self._plan(call, batch, kind)
 
-    def _plan(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
-        if site.only is not None:
-            with site.only.plan_lock, site.only.lock:
-                return self._plan_locked(call, site, form, batch)
-        if not site.waits:
-            with site.locks.held():
-                return self._plan_locked(call, site, form, batch)
-        with site.plan_locks.held():  # others may use rows while it waits for the host
-            for group in site.groups:
+    def _plan(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
+        if self._only is not None:
+            with self._only.plan_lock, self._only.lock:
+                return self._plan_locked(call, batch, kind)
+        if not self.waits:
+            with self._locks.held():
+                return self._plan_locked(call, batch, kind)
+        with self._plan_locks.held():  # others may use rows while it waits for the host
+            for group in self.groups:
                 group.cache.complete_last()
-            with site.locks.held():
-                is_planned = self._plan_locked(call, site, form, batch)
-            if not is_planned or form.kind.ahead or call.complete():
+            with self._locks.held():
+                is_planned = self._plan_locked(call, batch, kind)
+            if not is_planned or kind.ahead or call.complete():
                 return is_planned
         call.give_up_plan()
         return False
 
-    def _plan_locked(self, call: Recordable, site: _Site, form: Form, batch: Batch) -> bool:
-        if batch.stack is None and (call.form is not None or site.is_pooled):
-            if isinstance(batch.offsets, EqualBags):
-                if site.has_one_feature:
-                    batch = _with_room_for_bags(call, batch, batch.offsets.length, site.groups)
-            else:
-                call.rooms = _rooms(call.counts(), site.groups)
-        form = form._replace(rooms=tuple(call.rooms), batch=batch.size, edges=batch.edges)
-        ids = call.ids_in(site.groups)
-        following = [group.cache.next_plan(n) for group, n in zip(site.groups, ids, strict=True)]
-        if None in following or 0 in ids:
+    def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
+        batch = self._with_room(call, batch)
+        of_all = zip(self.groups, call.ids_in(self.groups), strict=True)
+        following = [plan for group, n in of_all if (plan := group.cache.next_plan(n)) is not None]
+        if len(following) < len(self.groups):
             return False
-        key = form, tuple(cast("list[NextPlan]", following))
-        known = self._recorded.get(key)
-        if known is not None:
-            for recorded in known:
-                if recorded.is_free():
-                    recorded.replay(call, batch)
-                    with suppress(KeyError):  # another thread may have found the tables elsewhere, and forgotten it
-                        self._recorded.move_to_end(key)
-                    return True
-            if len(known) == MOST_AT_ONCE:
-                return False
-        elif self._forms.count(key) <= recording.TIMES:
-            return False
-        if self._disturbed == recording.MOST_DISTURBED:
-            return False
-        try:
-            made = Recorded(call, site, key, batch)
-        except BaseException as error:
-            call.release()
-            call.give_up_plan()
-            if not isinstance(error, Exception):
+        offsets, stack = batch.offsets, batch.stack
+        form = Form(
+            call.layout, tuple(call.rooms), batch.size, batch.edges,
+            offsets if isinstance(offsets, EqualBags) else offsets.shape[0], batch.exact, batch.places,
+            -1 if stack is None or stack.is_plain else stack.rows, batch.weights is not None, kind,
+            tuple(following),
+        )  # fmt: skip
+        recorded = self._recorder.find(form)
+        if recorded is not None:
+            recorded.replay(call, batch)
+            return True
+
+        def make() -> RecordedPlan:
+            try:
+                return RecordedPlan(self, call, form, batch)
+            except BaseException:
+                call.release()
+                call.give_up_plan()
                 raise
-            recording.note_failure(error)
-            self._disturbed += 1
-            return False
-        self._recorded.setdefault(key, []).append(made)
-        if len(self._recorded) > MOST_FORMS:
-            self._forms.put_off(self._recorded.popitem(last=False)[0])
-        return True
+
+        return self._recorder.record(form, make, self.groups[0].cache.recorded) is not None
+
+    def _with_room(self, call: DeviceCall, batch: Batch) -> Batch:
+        """Gives `call` room for more ids than it has, where no row of the output is that of one id; and for more
+        samples, where bags are of one length and numbered by their samples: returns the batch as one of as many, of
+        which the last ones have empty bags. The caller holds the locks of plans and rows."""
+        counts, offsets = call.rooms, batch.offsets
+        if batch.stack is not None or (call.form is None and not self._is_pooled):
+            return batch
+        if not isinstance(offsets, EqualBags):
+            call.rooms = self._with_slots(self._capacities.of(counts), counts)
+            return batch
+        if call.form is not None or not self._has_one_feature:
+            return batch
+        (room,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
+        bags = room // length
+        call.rooms, call.batch, call.samples = [bags * length], bags, batch.size
+        return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
+
+    def _with_slots(self, rooms: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """These rooms of each block, or of all groups, but no more than a plan can number. Where so many would not find
+        slots, and the ids that there are would, fewer: with more a plan would count on rows without a slot."""
+        found = [max(count, min(room, MOST_IDS)) for room, count in zip(rooms, counts, strict=True)]
+        for number, group in enumerate(self.groups):
+            at = number if len(counts) > 1 else 0
+            has_slots, count = group.cache.has_slots_for, counts[at]
+            if not has_slots(found[at]) and has_slots(count):
+                found[at] = min(found[at], room_for(count))
+                if not has_slots(found[at]):
+                    found[at] = count
+        return found
 
 
-def plans_of(context: CallContext) -> RecordedPlans:
-    """Those of the calls of who has this context."""
-    found = context.kept.get(RecordedPlans)
-    if found is None:
-        found = context.kept[RecordedPlans] = RecordedPlans()
-    return cast("RecordedPlans", found)
+class RecordedPlan:
+    """A plan of a form, as a graph: recorded for `call`, and replayed for it and others. `number`: its own, which no
+    other has · `compute_pool`: of what graphs of lookups and updates use while they run."""
 
-
-class Recorded:
-    """A plan of a form, as a graph: recorded for `call`, and replayed for it. `number`: its own, which no other has ·
-    `compute_pool`: of what graphs of lookups and updates use while they run."""
-
-    def __init__(self, call: Recordable, site: _Site, key: Key, batch: Batch) -> None:
-        form, following = key
+    def __init__(self, plans: RecordedPlans, call: DeviceCall, form: Form, batch: Batch) -> None:
         self.number = next(_numbers)
         blocks = call.blocks_of(*call.inputs(batch))
-        groups = self._groups = site.groups
-        self._ids_in = call.ids_in(groups)
-        self._output = call.output_shapes(), call.context.tables.config.output_dtype, site.device
-        pools = site.pools and form.stacked < 0 and not form.weighted and min(map(min, self._output[0])) > 0
-        later = form.kind.ahead or site.waits
+        groups, device = plans.groups, plans.device
+        self._groups, self._device, self._output_dtype = groups, device, plans.output_dtype
+        self._shapes = call.output_shapes()
+        pools = plans.pools and form.stacked < 0 and not form.weighted and min(map(min, self._shapes)) > 0
+        later = form.kind.ahead or plans.waits
         self._ahead, self._pools, self._pools_later = form.kind.ahead, pools and not later, pools and later
         with no_inference(), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.kind.trains)
-            # torch's kernels, which are told nothing, read them where padding is left out of the gradient
+            # torch's kernels, whose arguments do not change, read them where padding is left out of the gradient
             copies = self._memory.ids
             self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.rooms])
             # words that stand for the number of ids of each block
-            self._counts = torch.empty(len(blocks), dtype=torch.int64, device=site.device).unbind()
+            self._counts = torch.empty(len(blocks), dtype=torch.int64, device=device).unbind()
             self._row = None  # of each id, read by torch's kernels, too
             if form.stacked >= 0 and call.stack is not None:
                 self._row = torch.empty_like(call.stack.row)
                 call.stack = replace(call.stack, row=self._row)
-        self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
+        self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(form.following, groups, strict=True)]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
         outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
-        self._transfers = self._record(call, key, blocks, outs)
+        self._transfers = self._record(call, form, blocks, outs)
         for transfer in self._transfers:
             if transfer is not None:
                 transfer.record_finish(self._new_graph())
@@ -374,23 +254,19 @@ class Recorded:
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
             group.cache.replayed_first(part.ticket)
-        self._begin_transfers(call)
-        groups[0].cache.recorded.add(self)
-        self._taken(call, outs)
+        self._hand_over(call, outs)
 
     def _new_graph(self) -> Recording:
         """For a part of the plan: its few blocks go before those of the step that it runs beside."""
-        return Recording(self._output[2], self._groups[0].cache.plan_pool, priority=-1 if self._ahead else 0)
+        return Recording(self._device, self._groups[0].cache.plan_pool, priority=-1 if self._ahead else 0)
 
     def _new_outputs(self) -> list[torch.Tensor]:
-        shapes, dtype, device = self._output
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        return [torch.empty(shape, dtype=self._output_dtype, device=self._device) for shape in self._shapes]
 
     def _record(
-        self, call: Recordable, key: Key, blocks: Blocks, outs: list[torch.Tensor] | None
+        self, call: DeviceCall, form: Form, blocks: Blocks, outs: list[torch.Tensor] | None
     ) -> list[RecordedTransfer | None]:
         """Returns the transfer of each group whose rows pass through the host."""
-        form, following = key
         given = []
         for (ids, edges), count, read in zip(blocks, self._counts, self._ids or repeat(None), strict=False):
             offsets = edges.offsets
@@ -401,7 +277,7 @@ class Recorded:
         with ExitStack() as inside:
             transfers = [
                 inside.enter_context(group.cache.recording(plan, n))
-                for group, plan, n in zip(self._groups, following, self._ids_in, strict=True)
+                for group, plan, n in zip(self._groups, form.following, call.ids_in(self._groups), strict=True)
             ]
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, given, form.kind)
@@ -413,8 +289,8 @@ class Recorded:
         return transfers
 
     def _changing(self, blocks: Blocks, outs: Sequence[torch.Tensor] | None) -> list[int]:
-        """What the graph is told each time: how many ids there are, where inputs are that it has no copies of, and
-        where outputs are."""
+        """The arguments of the graph that change: how many ids there are, where inputs are that it has no copies of,
+        and where outputs are."""
         found = []
         for ids, edges in blocks:
             found.append(edges.ids)
@@ -440,7 +316,7 @@ class Recorded:
                 return False
         return True
 
-    def replay(self, call: Recordable, batch: Batch) -> None:
+    def replay(self, call: DeviceCall, batch: Batch) -> None:
         """Plans `call`, and looks up for it where that is part of the graph."""
         ids, offsets = batch.ids, batch.offsets
         if ids.dtype is not torch.int64:
@@ -461,33 +337,28 @@ class Recorded:
             )
         ]
         call.memory = self._memory
-        self._begin_transfers(call)
-        self._taken(call, outs)
+        self._hand_over(call, outs)
 
-    def _begin_transfers(self, call: Recordable) -> None:
-        """Behind a replay: has rows brought that pass through the host."""
-        for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
-            if transfer is not None:
-                group.cache.begun(part.ticket, transfer)
-
-    def look_up(self, call: Recordable) -> list[torch.Tensor] | None:
-        """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
-        where that cannot be recorded, and is to be launched."""
+    def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None:
+        """The outputs of `call`, whose rows come behind its plan's graph: reports a fault to the host, and pools.
+        Returns None where that cannot be recorded, and is to be launched."""
         with ExitStack() as used:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
             if self._has_moved(call):
                 return None
             outs = self._new_outputs()
-            if self._lookup is None and not self._record_lookup(call, outs):
+            if self._lookup is None:
+                self._lookup = attempt(functools.partial(self._record_lookup, call, outs))
+            if self._lookup is None:
+                self._pools_later = False
                 return None
-            assert self._lookup is not None
             self._lookup.replay([out.data_ptr() for out in outs])
-        if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
             call.follow()
         return outs
 
-    def _has_moved(self, call: Recordable) -> bool:
+    def _has_moved(self, call: DeviceCall) -> bool:
         """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
@@ -495,21 +366,15 @@ class Recorded:
             if transfer is not None and before.uncached
         )
 
-    def _record_lookup(self, call: Recordable, outs: list[torch.Tensor]) -> bool:
-        lookup = Recording(self._output[2], self.compute_pool)
-        try:
-            with ExitStack() as inside:
-                for group in self._groups:
-                    inside.enter_context(group.cache.captured())
-                inside.enter_context(lookup.recorded([out.data_ptr() for out in outs]))
-                call.tell()
-                call.look_up(outs, None, keep_argmax=False, keep_rows=False)
-        except Exception as error:
-            recording.note_failure(error)
-            self._pools_later = False
-            return False
-        self._lookup = lookup
-        return True
+    def _record_lookup(self, call: DeviceCall, outs: list[torch.Tensor]) -> Recording:
+        lookup = Recording(self._device, self.compute_pool)
+        with ExitStack() as inside:
+            for group in self._groups:
+                inside.enter_context(group.cache.captured())
+            inside.enter_context(lookup.recorded([out.data_ptr() for out in outs]))
+            call.tell()
+            call.look_up(outs, None, keep_argmax=False, keep_rows=False)
+        return lookup
 
     def _run(self, blocks: Blocks, outs: list[torch.Tensor] | None, stack: Stack | None) -> None:
         if self._row is not None and stack is not None:
@@ -522,12 +387,16 @@ class Recorded:
                 now += transfer.expect()
         self._graph.replay(now)
 
-    def _taken(self, call: Recordable, outs: list[torch.Tensor] | None) -> None:
+    def _hand_over(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
+        """Behind a replay: `call` has what that has planned, and rows that pass through the host are on their way."""
+        for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
+            if transfer is not None:
+                group.cache.begun(part.ticket, transfer)
         call.pooled, call.recorded = outs, self
-        self._batches = [part.ticket.batch for part in call.parts]
         call.source = self if self._pools_later else None
-        self._call: weakref.ref[Recordable] = weakref.ref(call)
-        if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
+        self._batches = [part.ticket.batch for part in call.parts]
+        self._call: weakref.ref[DeviceCall] = weakref.ref(call)
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
             self._memory.planner = current_stream()
 
     def size_bytes(self) -> int:

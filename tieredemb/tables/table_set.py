@@ -87,7 +87,9 @@ class Place:
     refuses: one, or that of each group where these look among ids of their own; none on the CPU · `faults`: the first
     one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
     before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
-    `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups."""
+    `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups · `recorded`: what was recorded of the
+    tables there, by the context of calls, or by the tables of updates. It does not refer to the place, and is freed
+    with it."""
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class Place:
         self.faults: Any = reports[0] if reports else None
         self.other_faults: list[Any] = [*reports] if config.apart else []
         self.earlier = earlier
+        self.recorded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.groups: list[Group] = []
         self.add(*groups)
 

@@ -1,11 +1,12 @@
-"""Which rows an eager forward of ranks on a GPU asks whom for, and what it is asked itself, recorded as CUDA graphs
-where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
+"""Which rows an eager forward of ranks on a GPU requests from whom, and which are requested of it, recorded as CUDA
+graphs where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
 
 Between them is what no eager graph holds: the header by which ranks agree to an exchange of one size, and the exchange.
-That size is `max_ids`; where the user names none, it is somewhat more than any rank has asked another for where the
-ranks had as many samples, which the headers tell all of them; and likewise how many different rows come back. The host
-does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before rows are
-sent. A batch that does not fit is asked for again, in the sizes that it needs, and one that is wrong asks for nothing.
+That size is `max_ids`; where the user names none, it is somewhat more than any rank has requested of another where the
+ranks had as many samples, which all of them know by the headers; and likewise how many different rows come back. The
+host does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before
+rows are sent. A batch that does not fit is requested anew, in the sizes that it needs; one that is wrong requests
+nothing.
 
 A batch that needs more than the bound, or far less, goes in the sizes that it needs, and changes the bound. After one
 that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense optimizers and
@@ -15,6 +16,7 @@ gradients are exchanged; what an update that is put off reads is copied. Forward
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,10 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
-from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.kernels import recording
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.recording import GraphPool, Recording, Repeats, can_record
+from tieredemb.kernels.recorder import Recorder
+from tieredemb.kernels.recording import GraphPool, Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.sharding.bags import Bags, Bound, Most
@@ -33,6 +34,7 @@ from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.padding import MOST_ENTRIES
 
 if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.sharding.call import ShardedCall
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
     from tieredemb.sharding.padded_request import PaddedRequest
@@ -48,70 +50,52 @@ CAREFUL = 16  # forwards that look first, after one that did not fit
 
 
 class Form(NamedTuple):
-    """What the launches depend on. `given`: how many of the `edges` are given, or the length of all bags where they are
-    `equal` · `samples`: how many each rank has, as far as is known before they tell each other · `bound`: of ids that
-    fit. Else see `Batch`."""
+    """What the launches depend on. `bags`: those of one length, or how many of the `edges` are given · `samples`: how
+    many each rank has, as far as is known before their headers come · `bound`: of ids that fit. Else see `Batch`."""
 
     ids: int
     batch: int
     edges: int
-    given: int
-    equal: bool
+    bags: EqualBags | int
     exact: bool
     places: Places | None
     samples: tuple[int, ...]
     bound: Bound
 
 
-class RecordedAsks:
+class RecordedRequests:
     """Those of the forwards of one module. `_bounds`: by the samples of each rank, that of an exchange of one size; all
     ranks know the same · `_samples`: those that all ranks had when this one had as many as the key · `_before`: what
-    this rank has asked another for, by the samples of each."""
+    this rank has requested of another, by the samples of each."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
         self._bounds: OrderedDict[tuple[int, ...], Bound] = OrderedDict()
         self._before: OrderedDict[tuple[int, ...], Most] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._forms: Repeats[Form] = Repeats()
-        self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
-        self._disturbed = 0  # recordings that have failed
+        self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
         self._careful = 0  # forwards that are yet to look first
 
-    def of(self, batch: Batch) -> RecordedAsk | None:
-        """One that nobody uses, for a batch of a form that has come often enough; None where the batch is to be found
-        by launches."""
+    def of(self, batch: Batch) -> RecordedRequest | None:
+        """One that is free, for a batch of a form that has come often enough; None where the batch is to be found by
+        launches."""
         samples = self._samples.get(batch.size)
         bound = None if samples is None else self._bounds.get(samples)
         if samples is None or bound is None or not self._takes(batch):
             return None
-        offsets = batch.offsets
-        equal = isinstance(offsets, EqualBags)
-        given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
-        form = Form(len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, samples, bound)
-        recorded = self._recorded.get(form)
-        if recorded is None:
-            if self._disturbed == recording.MOST_DISTURBED or self._forms.count(form) <= recording.TIMES:
-                return None
-            recorded = self._recorded[form] = []
-            if len(self._recorded) > MOST_FORMS:
-                self._forms.put_off(self._recorded.popitem(last=False)[0])
-        self._recorded.move_to_end(form)
-        found = next((each for each in recorded if each.is_free), None)
-        if found is None and len(recorded) < MOST_AT_ONCE and self._disturbed < recording.MOST_DISTURBED:
-            try:
-                found = RecordedAsk(self._context, self._finder, batch, samples, bound)
-            except Exception as error:
-                recording.note_failure(error)
-                self._disturbed += 1
-                return None
-            recorded.append(found)
-        return found
+        bags = batch.offsets if isinstance(batch.offsets, EqualBags) else batch.offsets.shape[0]
+        form = Form(len(batch.ids), batch.size, batch.edges, bags, batch.exact, batch.places, samples, bound)
+        found = self._recorder.find(form)
+        if found is not None:
+            return found
+        cache = cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache)
+        make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bound)
+        return self._recorder.record(form, make, cache.recorded)
 
     def agreed(self, size: int, samples: Sequence[int], most: Most) -> Bound | None:
-        """The header of a forward has told the `samples` of each rank, of which this one has `size`, and that none asks
-        another for more than `most`: the bound of an exchange of one size, if they fit and it is not far too large. All
-        ranks find the same."""
+        """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
+        more than `most` of another. Returns the bound of an exchange of one size, if they fit and it is not far too
+        large. All ranks find the same."""
         its, given = tuple(samples), self._context.max_ids
         _put(self._samples, size, its)
         if given is not None and most.ids > given:
@@ -124,16 +108,17 @@ class RecordedAsks:
             return bound
         wanted = Bound(room, rows)
         _put(self._bounds, its, wanted)
-        for form in [form for form in self._recorded if form.samples == its and form.bound != wanted]:
-            del self._recorded[form]  # a forward that has one keeps it
+        self._recorder.drop(
+            lambda form: form.samples == its and form.bound != wanted
+        )  # a forward that has one keeps it
         return None if given is None else Bound(given, None)
 
     def before(self, samples: Sequence[int]) -> Most:
-        """What this rank has asked another for last, where the ranks had as many `samples`."""
+        """What this rank has requested of another last, where the ranks had as many `samples`."""
         return self._before.get(tuple(samples), Most(0, 0))
 
     def note(self, samples: Sequence[int], most: Most) -> None:
-        """It asks for so much now."""
+        """It requests so much now."""
         _put(self._before, tuple(samples), most)
 
     def may_look_later(self) -> bool:
@@ -159,7 +144,7 @@ class RecordedAsks:
             return False
         if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
             return False  # recorded plans of the sizes that they need pool bags at once
-        # plans are made on the stream that asks, but where rows pass through the host
+        # plans are made on the stream of the forward, but where rows pass through the host
         return not context.stages_rows
 
 
@@ -171,22 +156,27 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
-class RecordedAsk:
+class RecordedRequest:
     """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
 
     def __init__(
-        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], bound: Bound
+        self,
+        context: ShardedContext,
+        cache: DeviceCache,
+        finder: GpuFinder,
+        batch: Batch,
+        samples: Sequence[int],
+        bound: Bound,
     ) -> None:
         """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
-        that does."""
+        that does. `cache`: which accounts for its memory."""
         device, exchange = context.device, context.exchange
-        cache = context.shards[0].engine.tables.groups[0].cache
-        assert isinstance(cache, DeviceCache)
         self.samples, self.bound = list(samples), bound
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._by: weakref.ref[ShardedCall] | None = None
         self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
-        self._told, self._has_told = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # where the host finds what was found, once the event has come
+        self._words, self._has_words = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None
@@ -199,13 +189,13 @@ class RecordedAsk:
             self._requests: list[PaddedRequest] = [
                 shard.padded_to(bound.ids).of(self.samples, by_entry=True, rows=bound.rows) for shard in context.shards
             ]
-            received = [part.message.per_rank for request in self._requests for part in request.parts]
-            self._received = [sum(its) for its in zip(*received, strict=True)]
+            per_rank = [part.message.per_rank for request in self._requests for part in request.parts]
+            self._per_rank = [sum(its) for its in zip(*per_rank, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
 
             def find() -> None:
                 found, words = finder.unchecked(still, finds_firsts=True)
-                self._told.copy_(words, non_blocking=True)
+                self._words.copy_(words, non_blocking=True)
                 finder.leave_out_faulty(found, words)
                 self._found: list[GpuBags] = found
 
@@ -218,19 +208,18 @@ class RecordedAsk:
                 )
 
             def take() -> None:
-                parts = iter(exchange.unpacked(self._came, received))
+                parts = iter(exchange.unpacked(self._received, per_rank))
                 for request in self._requests:
                     request.take([next(parts) for _ in request.parts])
 
             find()
             pad()
             with cache.memory():
-                self._came = exchange.room(self._given, self._received).zero_()
+                self._received = exchange.room(self._given, self._per_rank).zero_()
             take()
             for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
                 with graph.recorded([]):
                     launch()
-        cache.recorded.add(self)
 
     def _fill(self, batch: Batch) -> None:
         """What is to be found is where the graphs look for it."""
@@ -238,7 +227,6 @@ class RecordedAsk:
         if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
             self._offsets.copy_(batch.offsets)
 
-    @property
     def is_free(self) -> bool:
         """Whether no forward uses it, or may come to."""
         call = None if self._by is None else self._by()
@@ -252,17 +240,17 @@ class RecordedAsk:
             self._fill(batch)
             self._find.replay([])
             self.used()
-            self._has_told.record(current_stream())
+            self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
     def look(self) -> Most:
-        """What the bags ask for. Raises what is wrong with them. Waits until they were found."""
-        self._wait_for(self._has_told)
-        return self._finder.most(self._told)
+        """What the bags request. Raises what is wrong with them. Waits until they were found."""
+        self._wait_for(self._has_words)
+        return self._finder.most(self._words)
 
-    def tell(self, bags: Sequence[Bags]) -> None:
+    def notify(self, bags: Sequence[Bags]) -> None:
         """The host has looked: these `bags` are to be sent as they were found."""
-        self._finder.tell(cast("Sequence[GpuBags]", bags), self._told)
+        self._finder.tell(cast("Sequence[GpuBags]", bags), self._words)
 
     def pad(self) -> None:
         """Behind `find`: makes what was found a message of one size, and no other. Does not synchronise."""
@@ -270,12 +258,12 @@ class RecordedAsk:
             self._pad.replay([])
             self.used()
 
-    def ask(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
-        """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what was asked
-        of this rank. Does not synchronise, by NCCL."""
+    def exchange(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
+        """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what is
+        requested of this rank. Does not synchronise, by NCCL."""
         exchange = self._exchange
         with on_device(self._device):
-            exchange.send(exchange.sending_to(self._came, self._given, self._sent, self._received))
+            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank))
             self._take.replay([])
             requests = [request.apart() for request in self._requests]
             self.used()
@@ -291,7 +279,7 @@ class RecordedAsk:
 
     def size_bytes(self) -> int:
         """Of what it keeps, but for what its graphs need while they run."""
-        held = [self._ids, self._offsets, self._given, self._came]
+        held = [self._ids, self._offsets, self._given, self._received]
         held += [each for bags in (*self._found, *self._padded) for each in bags.tensors()]
         held += [each for request in self._requests for each in request.tensors()]
         return sum({each.data_ptr(): each.nbytes for each in held if each is not None}.values())

@@ -1,5 +1,5 @@
-"""What eager forwards of ranks on a GPU record of whom they ask for rows: the bits of those that launch it, whatever
-comes between. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+"""What eager forwards of ranks on a GPU record of the rows that they request: the bits of those that launch it,
+whatever comes between. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tieredemb.sharding import exchange
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.recorded_asks import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedAsk, RecordedAsks
-from tieredemb.step.recorded_plans import Recorded
+from tieredemb.sharding.recorded_requests import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedRequest, RecordedRequests
+from tieredemb.step.recorded_plans import RecordedPlan
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -35,20 +35,20 @@ def worlds():
 
 @contextlib.contextmanager
 def counted(*, records=True):
-    """Each time that a forward is found and asked by replays; or never, if nothing `records`."""
-    of = RecordedAsks.of
-    with calls_of(RecordedAsk, "ask") as asked:
+    """Each time that a forward is found and exchanged by replays; or never, if nothing `records`."""
+    of = RecordedRequests.of
+    with calls_of(RecordedRequest, "exchange") as asked:
         if not records:
-            RecordedAsks.of = lambda self, batch: None
+            RecordedRequests.of = lambda self, batch: None
         try:
             yield asked
         finally:
-            RecordedAsks.of = of
+            RecordedRequests.of = of
 
 
 def counts(rank, size, *given):
-    """A run, and how many of its forwards were asked, and how many plans made, by replays."""
-    with counted() as asked, calls_of(Recorded, "replay") as planned:
+    """A run, and how many of its forwards were exchanged, and how many plans made, by replays."""
+    with counted() as asked, calls_of(RecordedPlan, "replay") as planned:
         return *sharded_run(rank, size, *given), len(asked), len(planned)
 
 
@@ -57,7 +57,7 @@ def counts(rank, size, *given):
     ("capacity", "optimizer"), [(2, te.RowWiseAdagrad(lr=0.1)), (0.3, te.Adam(lr=0.05)), (1.0, te.Adagrad(lr=0.1))]
 )
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_recorded_asks_have_the_bits_of_one_process(worlds, sharding, capacity, optimizer, max_ids):
+def test_recorded_requests_have_the_bits_of_one_process(worlds, sharding, capacity, optimizer, max_ids):
     tables, keywords = tables_of(**TABLES), {"optimizer": optimizer, "capacity": capacity, "max_ids": max_ids}
     compare(worlds(2), tables, sharding, seven, steps=STEPS, shape="ones", **keywords)
     answers = worlds(2).run(counts, tables, sharding, STEPS, seven, False, keywords, "ones")
@@ -68,13 +68,13 @@ def test_recorded_asks_have_the_bits_of_one_process(worlds, sharding, capacity, 
     assert is_launched or max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
 
 
-def test_recorded_asks_of_three_ranks(worlds):
+def test_recorded_requests_of_three_ranks(worlds):
     keywords = {"optimizer": te.Adam(lr=0.05), "capacity": 0.3}
     compare(worlds(3), tables_of(**TABLES), "every other", seven, steps=STEPS, shape="ones", **keywords)
 
 
 @pytest.mark.parametrize("shape", ["equal", "some equal"])
-def test_recorded_asks_of_bags_of_several_ids(worlds, shape):
+def test_recorded_requests_of_bags_of_several_ids(worlds, shape):
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "max_ids": MANY}
     compare(worlds(2), tables_of(**TABLES), "every other", seven, steps=STEPS, shape=shape, **keywords)
 
@@ -140,7 +140,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
 @pytest.mark.parametrize("max_ids", [False, True], ids=["learned", "given"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("sharding", ["rows", "every other"])
-def test_recorded_asks_are_disturbed_by_nothing(worlds, sharding, ahead, max_ids, optimizer):
+def test_recorded_requests_are_disturbed_by_nothing(worlds, sharding, ahead, max_ids, optimizer):
     launched, replayed = (
         worlds(2).run(disturbed, sharding, ahead, max_ids or None, optimizer, records) for records in (False, True)
     )
@@ -175,9 +175,9 @@ def differs(rank, size, max_ids, how):
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
         max_ids=max_ids,
     )  # fmt: skip
-    asks, outputs, told, few = model._ranks._context.asks, [], [], exchange.FEW
+    recorded, outputs, told, few = model._ranks._context.recorded, [], [], exchange.FEW
     if rank == 1 and how == "never":
-        asks.of = lambda batch: None
+        recorded.of = lambda batch: None
     if how == "many":
         exchange.FEW = 1
     for step in range(STEPS):
@@ -221,7 +221,7 @@ def alternates(rank, size, records):
             out.backward(upstream.to(out.dtype))
             outputs.append(out.detach().clone())
         weights = dict(model.state_dict())
-        bounds = list(model._ranks._context.asks._bounds.values())
+        bounds = list(model._ranks._context.recorded._bounds.values())
     model.close()
     return outputs, weights, len(asked), bounds
 
@@ -309,7 +309,7 @@ def changes_form(rank, size):
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
         max_ids=MANY,
     )  # fmt: skip
-    asks = model._ranks._context.asks
+    recorder = model._ranks._context.recorded._recorder
     for form in range(MOST_FORMS + 2):
         for step in range(6):
             batch = batch_of(tables, step, rank, samples=lambda rank, form=form: 3 + form, shape="ones")
@@ -318,8 +318,8 @@ def changes_form(rank, size):
     for step in range(MOST_AT_ONCE + 3):
         ids, offsets, *_ = batch_of(tables, step, rank, samples=lambda rank: 3 + MOST_FORMS + 1, shape="ones")
         held.append(model(ids, offsets))
-    forms, at_once = len(asks._recorded), max(map(len, asks._recorded.values()))
-    held_bytes = sum(ask.size_bytes() for its in asks._recorded.values() for ask in its)
+    forms, at_once = len(recorder._kept), max(map(len, recorder._kept.values()))
+    held_bytes = sum(each.size_bytes() for kept in recorder._kept.values() for each in kept)
     cache = model._held[0].engine.tables.groups[0].cache
     reported = cache.memory_report()["batch"]["recorded"]
     torch.stack(held).sum().backward()
@@ -406,7 +406,7 @@ def cannot_record(rank, size, fails):
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5,
         optimizer=te.Adagrad(lr=0.1),
     )  # fmt: skip
-    record, failed, outputs = Recorded._record, [], []
+    record, failed, outputs = RecordedPlan._record, [], []
 
     def raises(self, *args):
         if fails and len(failed) < 4:
@@ -414,13 +414,13 @@ def cannot_record(rank, size, fails):
             raise RuntimeError("operation not permitted when stream is capturing")
         return record(self, *args)
 
-    Recorded._record = raises
+    RecordedPlan._record = raises
     try:
         for step in range(STEPS):
             batch = batch_of(tables, step, rank, samples=seven, shape="ones")
             outputs.append(step_of(model, batch, weighted=False)[0])
     finally:
-        Recorded._record = record
+        RecordedPlan._record = record
     weights = dict(model.state_dict())
     model.close()
     return outputs, weights, len(failed)

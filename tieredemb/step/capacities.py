@@ -1,0 +1,49 @@
+"""For how many ids a recorded plan has room. A plan is recorded for a capacity, and batches of bags of any length have
+another number of ids each time: a batch takes the capacity of batches before it, unless that is far too large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import le
+
+ROOMS_AN_OCTAVE = 16  # different rooms for ids, from a number of them to twice as many
+LEAST_ROOM = 256  # ids: that many take no longer than fewer
+LOOSE = 1.5  # × the ids of a batch: of a larger capacity the rest would be planned in vain
+MOST_CAPACITIES = 8  # that are known, those used last
+
+
+def room_for(ids: int) -> int:
+    """Room for as many ids or up to a sixteenth more."""
+    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * ROOMS_AN_OCTAVE))
+    return -(-ids // step) * step
+
+
+class Capacities:
+    """Those of one module's plans, of as many blocks of ids each."""
+
+    def __init__(self) -> None:
+        self._known: list[list[int]] = []  # the one used last comes first
+
+    def of(self, counts: Sequence[int]) -> list[int]:
+        """The capacity for so many ids of each block. If none that is known takes them, one of these grows, by a
+        sixteenth more than it has to, so that it seldom does."""
+        known, most = self._known, LOOSE * sum(counts) + LEAST_ROOM * len(counts)
+        for at, rooms in enumerate(known):
+            if sum(rooms) <= most and all(map(le, counts, rooms)):
+                if at:
+                    known.insert(0, known.pop(at))
+                return rooms
+        known.insert(0, self._grown(counts, most))
+        del known[MOST_CAPACITIES:]
+        return known[0]
+
+    def _grown(self, counts: Sequence[int], most: float) -> list[int]:
+        for at, rooms in enumerate(self._known):
+            grown = [
+                room if count <= room else room_for(count + count // ROOMS_AN_OCTAVE)
+                for count, room in zip(counts, rooms, strict=True)
+            ]
+            if sum(counts) <= LOOSE * sum(rooms) and sum(grown) <= most:  # far smaller ones stay as they are
+                del self._known[at]
+                return grown
+        return [*map(room_for, counts)]
