@@ -8,29 +8,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tieredemb.cache.base import USE
 from tieredemb.cache.device import planner as planner_file
+from tieredemb.cache.device.plan import BatchPlan, Phase
 from tieredemb.cache.device.planner import Planner
-from tieredemb.cache.device.transfer import DeferredTransfer
 
 
-class Later(DeferredTransfer):
-    """Notes in `done` what is asked of it, by its `name`; `fails` once with that in `finish`."""
+class Rows:
+    """A transfer that notes in `done` whose rows it has moved, those that are `missed`; it `fails` once with that."""
 
-    def __init__(self, name, done, fails=None):
-        self.name, self.done, self.fails = name, done, fails
-        self._missed = SimpleNamespace(have_moved=lambda: done.append(f"{name} forgotten"))
+    def __init__(self):
+        self.done, self.fails = [], None
 
-    missed = property(lambda self: self._missed)
-    defers_places = property(lambda self: False)
+    def place(self, plan, lag):
+        pass
 
-    def finish(self):
+    def publish(self, plan):
+        pass
+
+    def move(self, plan):
         fails, self.fails = self.fails, None
         if fails is not None:
             raise fails
-        self.done.append(self.name)
+        self.done.append(plan.missed.name)
+        plan.phase = Phase.MOVED
 
-    def rebind(self):
-        return Later(f"{self.name} again", self.done)
+
+class PlannedBatch:
+    """A ticket."""
+
+    def __init__(self, batch):
+        self.batch, self.is_complete, self.failed, self.deferred, self.ready = batch, True, False, None, None
 
 
 class Books:
@@ -39,13 +47,14 @@ class Books:
     def __init__(self):
         order = SimpleNamespace(whole=lambda: None, planned=lambda: None, touched=lambda: None)
         ledger = SimpleNamespace(lag_of=lambda batch: 1)
-        self.planner = Planner(None, None, None, ledger, None, order, None, threading.RLock())
-        self.done, self.tickets = [], {}
+        self.rows, self.tickets = Rows(), {}
+        self.done = self.rows.done
+        self.planner = Planner(None, None, self.rows, ledger, None, order, None, threading.RLock())
 
-    def leave(self, name, **keywords):
-        ticket = SimpleNamespace(batch=len(self.tickets), is_complete=True, failed=False, deferred=None, ready=None)
-        self.tickets[name] = ticket
-        self.planner.leave(ticket, Later(name, self.done, **keywords))
+    def leave(self, name):
+        ticket = self.tickets[name] = PlannedBatch(len(self.tickets))
+        missed = SimpleNamespace(name=name, have_moved=lambda: self.done.append(f"{name} forgotten"))
+        self.planner.leave(ticket, BatchPlan(None, missed, False, USE, None, is_deferred=True))
         assert not ticket.is_complete
         return ticket
 
@@ -72,7 +81,7 @@ def test_rows_come_whatever_is_suspect():
 
 def test_what_is_interrupted_stays_pending():
     books = Books()
-    ticket = books.leave("rows", fails=KeyboardInterrupt())
+    ticket, books.rows.fails = books.leave("rows"), KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         books.planner.finish_last(usable=True)
     assert not books.planner.is_over
@@ -96,7 +105,7 @@ def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(mo
     books.planner.restore()
     assert not ticket.is_complete
     books.planner.finish_last(usable=True)
-    assert books.done == ["before", "before again", "since"]
+    assert books.done == ["before", "before", "since"]
     assert ticket.is_complete
     assert books.planner.is_over
 

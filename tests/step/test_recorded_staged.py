@@ -279,7 +279,7 @@ def test_an_interrupt_between_the_halves_loses_nothing(monkeypatch, replays, mad
 
         return call
 
-    places = [(RecordedStaged, "expect"), (RecordedStaged, "begun"), (Staged, "finish"), (RowCopies, "gather")]
+    places = [(RecordedStaged, "expect"), (RecordedStaged, "begun"), (Staged, "move"), (RowCopies, "gather")]
     methods = [getattr(*place) for place in places]
     for place, method in zip(places, methods, strict=True):
         monkeypatch.setattr(*place, interrupted(method))

@@ -270,7 +270,7 @@ class StepAhead(Generic[R]):
                 result=result,
                 replays=replays,
                 offsets=offsets,
-                brings=[bool(each) and all(came.ticket.is_complete for came in each) for each in pending],
+                brings=[bool(each) and all(ticket.is_complete for ticket in each) for each in pending],
                 completes=[[part.ticket.is_complete for part in call.parts] for call in planned],
                 states=states_of(known),
                 memories=[turn.memories for turn in turns],

@@ -24,11 +24,11 @@ from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
 from tieredemb.cache.device.moves import RowMoves
-from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
-from tieredemb.cache.device.planner import DeferredRows, Planner, Unfinished
+from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
+from tieredemb.cache.device.planner import DeferredRows, Planner
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import DeferredTransfer, RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
@@ -185,7 +185,7 @@ class DeviceCache(Cache):
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
                 self._planner.restore()
-                if any(each.ticket.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
+                if any(each.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
                     self.complete_last()
                 if not ticket.is_complete:  # somebody was interrupted at it
                     ticket.is_complete = ticket.failed = True
@@ -283,9 +283,10 @@ class DeviceCache(Cache):
 
     def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer) -> None:
         """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
-        pending = transfer.begun()
-        if pending is not None:
-            self._planner.leave_pending(ticket, pending)
+        plan = transfer.begun()
+        if plan is not None:
+            plan.place = self._order.place()
+            self._planner.leave(ticket, plan)
         self._order.after_plan()
 
     def replayed_first(self, ticket: DeviceTicket) -> None:
@@ -299,11 +300,11 @@ class DeviceCache(Cache):
         overflow: OverflowRows,
         *,
         ids: int = 0,
-        deferred: DeferredTransfer | None = None,
+        deferred: BatchPlan | None = None,
     ) -> DeviceTicket:
         """The flight of `batch`, which a replay has planned to where an earlier plan was: to its `homes`, with rows
         without a slot where that had them. `ids`: whose rows it locks, unless `replayed` has counted these ·
-        `deferred`: the transfer of the earlier plan, if it has left rows for later."""
+        `deferred`: the earlier plan, if it has left rows for later."""
         with self.plan_lock, self.lock:
             ticket = self._planner.ticket(batch, homes, overflow, ids)
             ticket.kept = ()  # it counts where it was planned first
@@ -326,7 +327,7 @@ class DeviceCache(Cache):
         slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
         and rows, until it has replayed."""
         self._planner.restore()
-        if not all(each.ticket in known for each in self._planner.unfinished):
+        if not all(ticket in known for ticket in self._planner.unfinished):
             self.complete_last()
         self._check_usable()
         self.cold.begin_changes()
@@ -386,8 +387,8 @@ class DeviceCache(Cache):
         with self.plan_lock, on_device(self.device):
             self._planner.publish_last()
 
-    def unfinished(self) -> list[Unfinished]:
-        """The transfers that are pending now."""
+    def unfinished(self) -> list[DeviceTicket]:
+        """The batches whose rows have yet to come."""
         return [*self._planner.unfinished]
 
     def end_capture(self, *, ran: bool) -> None:
@@ -395,7 +396,7 @@ class DeviceCache(Cache):
         again."""
         with self.plan_lock, self.lock:
             if ran:
-                self._planner.captured = []
+                self._planner.captured = {}
             else:
                 self._planner.restore()
 
@@ -633,6 +634,6 @@ class DeviceCache(Cache):
             }
 
     def _release(self) -> None:
-        self._planner.unfinished, self._planner.captured = [], []
+        self._planner.unfinished, self._planner.captured = {}, {}
         self._transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

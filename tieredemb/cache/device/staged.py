@@ -10,16 +10,15 @@ import torch
 from tieredemb.cache.changes import IntentLog
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
-from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, places
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staged_transfer import RecordedStaged, StagedTransfer
-from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows, RowRoom
+from tieredemb.cache.device.staged_transfer import RecordedStaged
+from tieredemb.cache.device.staging import ExpectedMisses, HostPhase, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
-from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import RecordedTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
 
@@ -31,7 +30,7 @@ class Staged(Transfer):
     pinned buffers.
 
     `start` asks the device what is missed and which rows leave, and waits for nothing; copy threads gather the missed
-    rows as soon as they are reported, while the rows that leave come from the device. `finish` waits for both, and
+    rows as soon as they are reported, while the rows that leave come from the device. `move` waits for both, and
     brings the rows in; where a plan is made ahead, lookups and updates go on in between. The rows that left are written
     to storage beside what follows, until the next plan reads. Taking space for what is to be written and read may fail,
     and comes before anything changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the
@@ -101,10 +100,10 @@ class Staged(Transfer):
         self._plan.records.free(gone)
         self._uncached -= len(gone)
 
-    def start(self, plan: BatchPlan) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> None:
         expected = self.expect(self._reports, plan.missed.n)
         self.launch_start(plan, expected, expected.report.number, self.leaving_room)
-        return self.begun(plan, expected)
+        self.await_report(plan, HostPhase(expected))
 
     @property
     def leaving_room(self) -> RowRoom:
@@ -130,16 +129,15 @@ class Staged(Transfer):
         )  # fmt: skip
         self._send(missed, room)
 
-    def begun(self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None) -> StagedTransfer:
-        """Behind `launch_start`: the transfer. Of a plan that is made ahead rows are gathered as soon as they are
-        reported. `graph`: of what `launch_finish` launches."""
-        expected.report.event.record(current_stream())
+    def await_report(self, plan: BatchPlan, host: HostPhase) -> None:
+        """Behind `launch_start`: what the host is to do. Of a plan that is made ahead rows are gathered as soon as they
+        are reported."""
+        plan.host, report = host, host.expected.report
+        report.event.record(current_stream())
         self._gathers = plan.kind.ahead
-        pending = StagedTransfer(self, plan, expected, graph)
         if plan.kind.ahead:
-            pending.room = rows = self._free_rows(0)
-            pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
-        return pending
+            host.room = rows = self._free_rows(0)
+            host.gather = self._copies.gather_when_reported(report, rows.weight, rows.state)
 
     def may_record(self) -> bool:
         return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
@@ -147,19 +145,19 @@ class Staged(Transfer):
     def recording(self, ids: int) -> RecordedTransfer:
         return RecordedStaged(self, ids, self._layout, self._device)
 
-    def finish(self, pending: StagedTransfer) -> None:
-        """Brings in the rows of a transfer that `start` has begun; see `PendingTransfer.finish`."""
-        launches, plan, missed, sent = self._plan, pending.plan, pending.plan.missed, pending.expected.report.event
-        misses = pending.expected.read()
+    def move(self, plan: BatchPlan) -> None:
+        launches, missed, host = self._plan, plan.missed, plan.host
+        assert host is not None
+        sent, misses = host.expected.report.event, host.expected.read()
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
             self._send(missed, self.leaving_room)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
-        came, weight, state = self._gather(misses.keys, pending)
+        came, weight, state = self._gather(misses.keys, host)
         count = misses.keys.shape[0]
         new = count - misses.with_slots
-        graph = None if new else pending.graph
+        graph = None if new else host.graph
         if new:
             launches.records.reserve(self._uncached + new)
             self._grow(launches.records.rows)
@@ -177,6 +175,7 @@ class Staged(Transfer):
                 self._leaving, self._written = self._written, self._leaving
         if plan.beside and graph is None:
             plan.beside()
+        plan.phase = Phase.MOVED
 
     def launch_finish(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
@@ -216,12 +215,12 @@ class Staged(Transfer):
     # --- rows through the host --------------------------------------------------------------------------------------
 
     def _gather(
-        self, keys: torch.Tensor, pending: StagedTransfer | None = None
+        self, keys: torch.Tensor, host: HostPhase | None = None
     ) -> tuple[PinnedRows, torch.Tensor, torch.Tensor]:
         """Weights and states of cold rows (keys: int64 (K,), on the host), as they lie in storage, in pinned memory.
-        They last until the `copied` of where they are, which the caller records behind what reads them. `pending`: the
-        transfer that they are for, which may be gathering them."""
-        room, gather = (None, None) if pending is None else (pending.room, pending.gather)
+        They last until the `copied` of where they are, which the caller records behind what reads them. `host`: of the
+        plan that they are for, whose copy threads may be gathering them."""
+        room, gather = (None, None) if host is None else (host.room, host.gather)
         if room is None or len(keys) > room.rows:
             room, gather = self._free_rows(len(keys)), None
         weight, state, _ = room.part(0, len(keys))

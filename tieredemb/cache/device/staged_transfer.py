@@ -4,15 +4,14 @@ is replayed of them on either side of the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from tieredemb.cache.device.copy_threads import CopyJob
 from tieredemb.cache.device.plan import BatchPlan
-from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows, RowRoom
-from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer
+from tieredemb.cache.device.staging import ExpectedMisses, HostPhase, MissReports, RowRoom
+from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
 from tieredemb.storage.base import RowLayout
@@ -34,29 +33,8 @@ class Staged(Protocol):
     def leaving_room(self) -> Sequence[int]:
         """Where rows that leave are put, as addresses."""
 
-    def begun(self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None) -> StagedTransfer:
-        """A transfer whose first half was replayed."""
-
-    def finish(self, pending: StagedTransfer) -> None:
-        """Brings a transfer to its end."""
-
-
-@dataclass
-class StagedTransfer(PendingTransfer):
-    """The rows of a plan that `staged` has started to bring in. `expected`: its misses · `graph`: of what brings them
-    in, and of what is done beside, if that is recorded · `gather`: the job that gathers the missed rows, if that has
-    begun, and `room`: where they are gathered."""
-
-    staged: Staged
-    plan: BatchPlan
-    expected: ExpectedMisses
-    graph: Recording | None = None
-    gather: CopyJob | None = None
-    room: PinnedRows | None = None
-
-    def finish(self) -> None:
-        self.staged.finish(self)
-        self.is_finished = True
+    def await_report(self, plan: BatchPlan, host: HostPhase) -> None:
+        """Behind the replay of the first half."""
 
 
 class RecordedStaged(RecordedTransfer):
@@ -102,10 +80,12 @@ class RecordedStaged(RecordedTransfer):
         self._expected = self._staged.expect(self._reports, self._plan.missed.n)
         return [self._expected.report.number, *self._staged.leaving_room]
 
-    def begun(self) -> PendingTransfer | None:
+    def begun(self) -> BatchPlan | None:
         if self._plan is None:
             return None
-        return self._staged.begun(self._plan, self._expected, self._finish)
+        plan = replace(self._plan)
+        self._staged.await_report(plan, HostPhase(self._expected, self._finish))
+        return plan
 
     def size_bytes(self) -> int:
         kept = 0 if self._plan is None else self._plan.missed.size_bytes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tieredemb.cache.device.copy_threads import MissReport
+from tieredemb.cache.device.copy_threads import CopyJob, MissReport
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
@@ -109,3 +111,15 @@ class MissReports:
 
     def size_bytes(self) -> int:
         return self._words.nbytes
+
+
+@dataclass
+class HostPhase:
+    """What the host does of a plan between what is launched before and behind. `expected`: the misses · `graph`: of
+    what is launched behind, and of what is done beside, if that is recorded · `gather`: the job that gathers the missed
+    rows, if that has begun, and `room`: where they are gathered."""
+
+    expected: ExpectedMisses
+    graph: Recording | None = None
+    gather: CopyJob | None = None
+    room: PinnedRows | None = None

@@ -1,8 +1,10 @@
 """How rows travel between a GPU's slots and cold storage: in place by kernels (`in_place`), or staged through the host
 (`staged`).
 
-The rows of a plan travel in two steps: `start` begins the transfer, and `finish` ends it. Where kernels reach the cold
-rows nothing is left for `finish`; rows that pass through the host have to be waited for.
+What a plan misses comes in phases: victims give their slots to it (`place`), the map and homes name these (`publish`),
+and the rows move (`move`). Where kernels reach the cold rows `start` launches all phases, or each comes on its own,
+later. Rows that pass through the host have to be waited for: `start` asks the device what they are, and `move` does the
+rest.
 """
 
 from __future__ import annotations
@@ -19,44 +21,6 @@ from tieredemb.cache.device.plan import BatchPlan, Missed, OverflowRows
 from tieredemb.kernels.recording import Recording
 
 
-class PendingTransfer(abc.ABC):
-    """The rows of one plan on their way. `is_finished`: whether they have arrived."""
-
-    is_finished = False
-
-    def place(self, lag: int) -> None:  # noqa: B027 - done by most, or part of `finish`
-        """Gives slots to what is missed, unless that is done; those of the `lag` batches before are locked."""
-
-    def publish(self) -> None:  # noqa: B027
-        """Behind `place`, unless it is done: what has to come before the next plan begins. `finish` may come beside
-        it."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Brings the rows in, on the current stream; to be called once, unless the transfer is given up. May wait for
-        the device and the storage. A storage that fails raises its error, and no row has changed."""
-
-
-class DeferredTransfer(PendingTransfer):
-    """The rows of a plan that are left for later, and may come while the next plan is made. What ends it may be
-    launched again, by the replay of a captured step, or where an interrupt leaves open whether it was: the device
-    knows."""
-
-    @property
-    @abc.abstractmethod
-    def missed(self) -> Missed:
-        """What is to come."""
-
-    @property
-    @abc.abstractmethod
-    def defers_places(self) -> bool:
-        """Whether victims are chosen for later, too, and nothing changes hands before."""
-
-    @abc.abstractmethod
-    def rebind(self) -> DeferredTransfer:
-        """That of the plan that a replay makes where this one's was."""
-
-
 class RecordedTransfer(abc.ABC):
     """The transfer of a plan that is recorded as a graph, and passes through the host: what is launched on either side
     of that is replayed. Made outside of the capture. `changing`: what the plan's launches are told anew each time."""
@@ -69,33 +33,27 @@ class RecordedTransfer(abc.ABC):
 
     @abc.abstractmethod
     def record_finish(self, graph: Recording) -> None:
-        """Records what `PendingTransfer.finish` launches, if the plan moves rows."""
+        """Records what `Transfer.move` launches, if the plan moves rows."""
 
     @abc.abstractmethod
     def expect(self) -> list[int]:
         """The plan is about to be replayed: what `changing` is this time."""
 
     @abc.abstractmethod
-    def begun(self) -> PendingTransfer | None:
-        """Behind the replay: the transfer, if rows may have to come."""
+    def begun(self) -> BatchPlan | None:
+        """Behind the replay: the plan, if rows may have to come."""
 
     @abc.abstractmethod
     def size_bytes(self) -> int:
         """Of what it keeps for itself."""
 
 
-class _Finished(PendingTransfer):
-    is_finished = True
-
-    def finish(self) -> None:
-        pass
-
-
-FINISHED = _Finished()
-
-
 class Transfer(abc.ABC):
-    """Moves the rows of one cache, under its lock of plans."""
+    """Moves the rows of one cache, under its lock of plans. `can_defer`: whether rows may be left for later. What
+    brings them may be launched again, by the replay of a captured step, or where an interrupt leaves open whether it
+    was: the device knows."""
+
+    can_defer = False
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -107,10 +65,21 @@ class Transfer(abc.ABC):
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
     @abc.abstractmethod
-    def start(self, plan: BatchPlan) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> None:
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
-        published, homes resolved, rows moved and scored. Of a plan that is made ahead other work comes before
-        `finish`."""
+        published, homes resolved, rows moved and scored. What has to wait for the host is left to `move`; of a plan
+        that is made ahead other work comes before that."""
+
+    def place(self, plan: BatchPlan, lag: int) -> None:  # noqa: B027 - part of `move` where rows wait for the host
+        """Gives slots to what is missed, unless that is done; those of the `lag` batches before are locked."""
+
+    def publish(self, plan: BatchPlan) -> None:  # noqa: B027
+        """Behind `place`, unless it is done: what has to come before the next plan begins. `move` may run beside."""
+
+    @abc.abstractmethod
+    def move(self, plan: BatchPlan) -> None:
+        """Brings the rows in, on the current stream. May wait for the device and the storage. A storage that fails
+        raises its error, and no row has changed."""
 
     def may_record(self) -> bool:
         """Whether the plan that comes next may be recorded or replayed. Changes nothing: whoever asks may plan nothing
@@ -119,11 +88,6 @@ class Transfer(abc.ABC):
 
     def recording(self, ids: int) -> RecordedTransfer | None:
         """Of a plan of `ids` ids that is to be recorded; None where launches alone move rows. May synchronise."""
-        return None
-
-    def deferred(self, plan: BatchPlan) -> DeferredTransfer | None:
-        """For a batch that is about to be planned, to be found behind that: leaves its rows for later. None where that
-        is no use."""
         return None
 
     @abc.abstractmethod
