@@ -38,7 +38,7 @@ class PlannedBatch:
     """A ticket."""
 
     def __init__(self, batch):
-        self.batch, self.is_complete, self.failed, self.deferred, self.ready = batch, True, False, None, None
+        self.batch, self.is_complete, self.failed, self.plan, self.ready = batch, True, False, None, None
 
 
 class Books:

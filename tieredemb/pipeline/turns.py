@@ -61,7 +61,7 @@ class PlanState(NamedTuple):
 def states_of(calls: list[PlannedCall]) -> list[PlanState]:
     tickets = [part.ticket for call in calls for part in call.parts]
     return [
-        PlanState(ticket.overflow.uncached, None if ticket.deferred is None else ticket.deferred.defers_places)
+        PlanState(ticket.overflow.uncached, None if ticket.plan is None else ticket.plan.defers_places)
         for ticket in tickets
     ]
 

@@ -255,7 +255,7 @@ class DeviceCall(Call):
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call.parts = [
             part.rebind(
-                part.group.cache.rebind(batch, part.ticket.homes, part.ticket.overflow, deferred=part.ticket.deferred)
+                part.group.cache.rebind(batch, part.ticket.homes, part.ticket.overflow, deferred=part.ticket.plan)
             )
             for part, batch in zip(self.parts, batches, strict=True)
         ]

@@ -31,8 +31,8 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
+from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.planner import MOST_IDS
-from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
@@ -365,10 +365,10 @@ class Recorded:
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
         outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
-        self._transfers = self._record(call, key, blocks, outs)
-        for transfer in self._transfers:
-            if transfer is not None:
-                transfer.record_finish(self._new_graph())
+        self._plans = self._record(call, key, blocks, outs)
+        for group, plan in zip(groups, self._plans, strict=True):
+            if plan is not None:
+                group.cache.transfer.record_move(plan, self._new_graph())
         self._run(blocks, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
@@ -388,8 +388,8 @@ class Recorded:
 
     def _record(
         self, call: Recordable, key: Key, blocks: Blocks, outs: list[torch.Tensor] | None
-    ) -> list[RecordedTransfer | None]:
-        """Returns the transfer of each group whose rows pass through the host."""
+    ) -> list[BatchPlan | None]:
+        """Returns the plan of each group whose rows pass through the host."""
         form, following = key
         given = []
         for (ids, edges), count, read in zip(blocks, self._counts, self._ids or repeat(None), strict=False):
@@ -399,18 +399,17 @@ class Recorded:
             given.append((ids if read is None else read, replace(edges, offsets=offsets, ids=count.data_ptr())))
         changing = self._changing(given, outs)
         with ExitStack() as inside:
-            transfers = [
-                inside.enter_context(group.cache.recording(plan, n))
-                for group, plan, n in zip(self._groups, following, self._ids_in, strict=True)
-            ]
+            for group, next_plan, n in zip(self._groups, following, self._ids_in, strict=True):
+                inside.enter_context(group.cache.recording(next_plan, n))
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, given, form.kind)
             if outs is not None:
                 call.look_up(outs, None, keep_argmax=False, keep_rows=False)
             for part in call.parts:
                 part.join()
-            changing += [word.data_ptr() for each in transfers if each is not None for word in each.changing]
-        return transfers
+            plans = [part.ticket.plan for part in call.parts]
+            changing += [word.data_ptr() for plan in plans if plan is not None for word in plan.changing]
+        return plans
 
     def _changing(self, blocks: Blocks, outs: Sequence[torch.Tensor] | None) -> list[int]:
         """What the graph is told each time: how many ids there are, where inputs are that it has no copies of, and
@@ -466,9 +465,9 @@ class Recorded:
 
     def _begin_transfers(self, call: Recordable) -> None:
         """Behind a replay: has rows brought that pass through the host."""
-        for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
-            if transfer is not None:
-                group.cache.begun(part.ticket, transfer)
+        for group, part, plan in zip(self._groups, call.parts, self._plans, strict=True):
+            if plan is not None:
+                group.cache.begun(part.ticket, plan)
 
     def look_up(self, call: Recordable) -> list[torch.Tensor] | None:
         """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
@@ -491,8 +490,8 @@ class Recorded:
         """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
-            for part, transfer, before in zip(call.parts, self._transfers, self._overflow, strict=True)
-            if transfer is not None and before.uncached
+            for part, plan, before in zip(call.parts, self._plans, self._overflow, strict=True)
+            if plan is not None and before.uncached
         )
 
     def _record_lookup(self, call: Recordable, outs: list[torch.Tensor]) -> bool:
@@ -517,9 +516,9 @@ class Recorded:
         for copy, (ids, _) in zip(self._ids or (), blocks, strict=False):
             copy_on_device(copy[: ids.shape[0]], ids)
         now = self._changing(blocks, outs)
-        for transfer in self._transfers:
-            if transfer is not None:
-                now += transfer.expect()
+        for group, plan in zip(self._groups, self._plans, strict=True):
+            if plan is not None:
+                now += group.cache.transfer.expect(plan)
         self._graph.replay(now)
 
     def _taken(self, call: Recordable, outs: list[torch.Tensor] | None) -> None:
@@ -532,6 +531,6 @@ class Recorded:
 
     def size_bytes(self) -> int:
         """Of what it plans into, and copies."""
-        reports = sum(transfer.size_bytes() for transfer in self._transfers if transfer is not None)
+        kept = sum(plan.size_bytes() for plan in self._plans if plan is not None)
         held = *self._memory.tensors(), self._row
-        return reports + sum(each.nbytes for each in held if each is not None)
+        return kept + sum(each.nbytes for each in held if each is not None)

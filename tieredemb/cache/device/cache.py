@@ -28,7 +28,7 @@ from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, O
 from tieredemb.cache.device.planner import DeferredRows, Planner
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
@@ -101,17 +101,17 @@ class DeviceCache(Cache):
             self._plan = DevicePlan(self.hot, self.scoring, device, clients)
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
-            self._transfer = self._make_transfer()
+            self.transfer = self._make_transfer()
             # None where the host alone reaches cold rows
             self.ranges = KeyRanges(cold, self.hot, self._moves) if cold.device_readable else None
             self._planner = Planner(
-                self.hot, self._plan, self._transfer, self._ledger, self._book, self._order, self._side, self.lock
+                self.hot, self._plan, self.transfer, self._ledger, self._book, self._order, self._side, self.lock
             )
             try:
                 self._adopt_scores()
                 self._restart(fresh=cold.volatile)
             except BaseException:
-                self._transfer.drain()  # who has opened the storage closes it now
+                self.transfer.drain()  # who has opened the storage closes it now
                 raise
 
     def _make_transfer(self) -> Transfer:
@@ -213,7 +213,7 @@ class DeviceCache(Cache):
     def overflow(self, tickets: Sequence[DeviceTicket]) -> OverflowRows:
         """Where the rows of `tickets` lie now that have no slot."""
         last = max(tickets, key=lambda ticket: (ticket.overflow.uncached, ticket.batch))
-        return self._transfer.overflow_now(last.overflow)
+        return self.transfer.overflow_now(last.overflow)
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
 
@@ -230,26 +230,26 @@ class DeviceCache(Cache):
         if self.hot.slots == 0:
             return ALL_RESIDENT
         lag, locked, uncached = self._ledger.next_locks()
-        if not self._transfer.may_record():
+        if not self.transfer.may_record():
             return None
         if self._planner.may_lack_slots(ids, locked, uncached=uncached):
-            self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
-            return NextPlan(lag, True, self._plan.records.table.data_ptr(), self._transfer.overflow(True).weight)
+            self.transfer.make_room(min(locked + ids, self.hot.layout.rows))
+            return NextPlan(lag, True, self._plan.records.table.data_ptr(), self.transfer.overflow(True).weight)
         return NextPlan(lag, False, 0, 0)
 
     @contextlib.contextmanager
-    def recording(self, plan: NextPlan, ids: int) -> Iterator[RecordedTransfer | None]:
+    def recording(self, plan: NextPlan, ids: int) -> Iterator[None]:
         """A plan of `ids` ids is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now,
-        and first of all right behind; where its rows pass through the host, with the transfer. The caller holds the
-        locks of plans and rows. Raises `RuntimeError` where it is not any more, as another thread has released a
-        batch."""
-        transfer = self._transfer.recording(ids) if self.hot.slots else None
+        and first of all right behind; where its rows pass through the host, its ticket has the `plan` that the other
+        calls take. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more, as
+        another thread has released a batch."""
+        host = self.transfer.recording(ids) if self.hot.slots else None
         with contextlib.ExitStack() as after:  # the last one first; interrupted there, it does the others all the same
             after.callback(setattr, self, "_recorded", None)
             after.callback(setattr, self._planner, "recording", None)
             after.callback(self._order.whole)  # from here, and not from the stream that was captured
-            self._recorded, self._planner.recording = plan, transfer
-            yield transfer
+            self._recorded, self._planner.recording = plan, host
+            yield
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -271,7 +271,7 @@ class DeviceCache(Cache):
 
     def overflow_of(self, plan: NextPlan) -> OverflowRows:
         """Where rows without a slot are, for a plan that may have such."""
-        return self._transfer.overflow(plan.uncached)
+        return self.transfer.overflow(plan.uncached)
 
     def has_slots_for(self, ids: int) -> bool:
         """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
@@ -281,12 +281,13 @@ class DeviceCache(Cache):
         _, locked, uncached = self._ledger.next_locks()
         return not self._planner.may_lack_slots(ids, locked, uncached=uncached)
 
-    def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer) -> None:
-        """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
-        plan = transfer.begun()
-        if plan is not None:
-            plan.place = self._order.place()
-            self._planner.leave(ticket, plan)
+    def begun(self, ticket: DeviceTicket, recorded: BatchPlan) -> None:
+        """The plan of `ticket` was replayed, as it was `recorded`: its rows pass through the host, and come with
+        `complete`."""
+        plan = recorded.rebind()
+        self.transfer.await_report(plan)
+        plan.place = self._order.place()
+        self._planner.leave(ticket, plan)
         self._order.after_plan()
 
     def replayed_first(self, ticket: DeviceTicket) -> None:
@@ -416,7 +417,7 @@ class DeviceCache(Cache):
             if not checked:
                 self._begin_call()
             self._order.whole()
-            self._transfer.drain()
+            self.transfer.drain()
             self.rows_version += changes
             try:
                 yield
@@ -430,7 +431,7 @@ class DeviceCache(Cache):
         with self.lock, on_device(self.device):
             self.check_rows()
             self._order.compute()
-            self._transfer.follow()
+            self.transfer.follow()
             for ticket in tickets:
                 ticket.failed |= not ticket.is_complete
                 ticket.check()
@@ -495,7 +496,7 @@ class DeviceCache(Cache):
                 found.append((slots + first_key, slots + first_slot))
             parts = [(keys, hot.weight[at], hot.state[at].view(torch.int32), hot.score[at]) for keys, at in found]
             rows_of = [(keys, weight, torch.cat([state, score[:, None]], 1)) for keys, weight, state, score in parts]
-            rows_of += self._transfer.uncached_rows()
+            rows_of += self.transfer.uncached_rows()
             keys, weight, state = (torch.cat(each).cpu() for each in zip(*rows_of, strict=True))
         order = torch.argsort(keys)
         carrier = self.cold.layout.carrier
@@ -505,7 +506,7 @@ class DeviceCache(Cache):
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
         super().check_loadable(parts)
-        self._transfer.drain()  # the rows of the storage may be about to be replaced
+        self.transfer.drain()  # the rows of the storage may be about to be replaced
 
     def _begin_call(self) -> None:
         self.complete_last()
@@ -530,10 +531,10 @@ class DeviceCache(Cache):
 
     def _write_back(self) -> None:
         """All dirty rows, and the scores of the cached ones. Synchronises."""
-        self._transfer.write_back(0, self.hot.slots, None)
+        self.transfer.write_back(0, self.hot.slots, None)
         for first_key, first_slot, rows in self.hot.resident:
-            self._transfer.write_back(first_slot, rows, first_key)
-        self._transfer.write_back_uncached()
+            self.transfer.write_back(first_slot, rows, first_key)
+        self.transfer.write_back_uncached()
         synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
@@ -559,7 +560,7 @@ class DeviceCache(Cache):
             for first_key, first_slot, rows in self.hot.resident:
                 low, high = max(start, first_key), min(stop, first_key + rows)
                 self._load_range(low, first_slot + low - first_key, high - low)
-            self._transfer.reload_uncached()
+            self.transfer.reload_uncached()
 
     def check_idle(self, call: str) -> None:
         with self.whole():
@@ -579,7 +580,7 @@ class DeviceCache(Cache):
         self._planner.forget()
         self._ledger.restart(self.cold.metadata.batch)
         self._plan.restart(self._ledger.last)
-        self._transfer.restart()
+        self.transfer.restart()
         if self.ranges is not None:
             self.ranges.restart()
         for first_key, first_slot, rows in self.hot.resident:
@@ -597,7 +598,7 @@ class DeviceCache(Cache):
     def _load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Brings cold rows into slots that are theirs. A row never written is generated, and stays clean in the slot
         of a resident table, whose score is never written back."""
-        self._transfer.load(keys, slots)
+        self.transfer.load(keys, slots)
         resident = slots[slots >= self.hot.slots].long()
         self.hot.dirty[resident] = 0
         self.hot.score[resident] = MIN_SCORE
@@ -629,11 +630,11 @@ class DeviceCache(Cache):
             batch["deferred"] = sum(each.size_bytes() for each in self._deferred)
             return {
                 "cache": self.hot.size_bytes(),
-                "batch": batch | self._transfer.size_bytes(),
+                "batch": batch | self.transfer.size_bytes(),
                 "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
             }
 
     def _release(self) -> None:
         self._planner.unfinished, self._planner.captured = {}, {}
-        self._transfer.drain()
+        self.transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

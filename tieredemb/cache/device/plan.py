@@ -224,9 +224,19 @@ class BatchPlan:
         and victims are chosen as late as can be, when fewer rows are locked."""
         return self.uncached
 
+    @property
+    def changing(self) -> Sequence[torch.Tensor]:
+        """Where it is recorded: what stands for what its launches are told anew each time."""
+        return () if self.host is None else self.host.words
+
     def rebind(self) -> BatchPlan:
-        """The plan that a replay makes where this one, which is deferred, was."""
-        return replace(self, phase=Phase.FOUND if self.defers_places else Phase.PUBLISHED, aside=None)
+        """The plan that a replay makes where this one was."""
+        is_published = self.is_deferred and not self.defers_places
+        return replace(self, phase=Phase.PUBLISHED if is_published else Phase.FOUND, aside=None)
+
+    def size_bytes(self) -> int:
+        """Of what it keeps for its replays."""
+        return self.missed.size_bytes + (0 if self.host is None else self.host.reports.size_bytes())
 
 
 class Records:

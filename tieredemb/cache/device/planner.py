@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,12 +26,15 @@ from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, Phase, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.streams import current_stream
 from tieredemb.kernels.tracing import marked
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staging import HostPhase
 
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
@@ -83,7 +87,7 @@ class Planner:
     unfinished: dict[DeviceTicket, BatchPlan] = field(default_factory=dict)
     captured: dict[DeviceTicket, BatchPlan] = field(default_factory=dict)
     deferred: DeferredRows | None = None
-    recording: RecordedTransfer | None = None
+    recording: HostPhase | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
         """Raises `InvalidInputError` for a batch of more ids than a plan can number."""
@@ -131,7 +135,7 @@ class Planner:
         self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(uncached)
-        plan = BatchPlan(homes, missed, uncached, kind, beside, lag)
+        plan = BatchPlan(homes, missed, uncached, kind, beside, lag, host=self.recording)
         plan.is_deferred = self.deferred is not None and self.transfer.can_defer
         if plan.is_deferred:  # on the books before anything changes hands; what never comes to that moves nothing
             ticket = self.ticket(begun.number, homes, overflow)
@@ -145,15 +149,14 @@ class Planner:
                 self.transfer.place(plan, lag)
                 self.transfer.publish(plan)
             return ticket
-        if self.recording is not None:
-            self.recording.start(plan)
-            return self.ticket(begun.number, homes, overflow)
         with marked("swap"):
             self.transfer.start(plan)
-            if plan.phase is not Phase.MOVED and not kind.ahead:
+            if plan.phase is not Phase.MOVED and not kind.ahead and self.recording is None:
                 self.transfer.move(plan)
         ticket = self.ticket(begun.number, homes, overflow)
-        if plan.phase is not Phase.MOVED:
+        if self.recording is not None:
+            ticket.plan = plan
+        elif plan.phase is not Phase.MOVED:
             plan.place = self.order.place()
             self.leave(ticket, plan)
         return ticket
@@ -161,7 +164,7 @@ class Planner:
     def leave(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
         """The rows of `ticket` come later, by `finish_last`."""
         if plan.is_deferred:
-            ticket.deferred = plan
+            ticket.plan = plan
         ticket.is_complete = False
         self.unfinished[ticket] = plan
 

@@ -12,13 +12,13 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, places
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staged_transfer import RecordedStaged
 from tieredemb.cache.device.staging import ExpectedMisses, HostPhase, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
-from tieredemb.cache.device.transfer import RecordedTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
 
@@ -101,22 +101,22 @@ class Staged(Transfer):
         self._uncached -= len(gone)
 
     def start(self, plan: BatchPlan) -> None:
-        expected = self.expect(self._reports, plan.missed.n)
-        self.launch_start(plan, expected, expected.report.number, self.leaving_room)
-        self.await_report(plan, HostPhase(expected))
+        if plan.host is not None:  # which is recorded
+            number, *room = (word.data_ptr() for word in plan.host.words)
+            self._launch_start(plan, plan.host.expected, number, RowRoom(*room))
+            return
+        expected = self._expect(self._reports, plan.missed.n)
+        plan.host = HostPhase(self._reports, expected)
+        self._launch_start(plan, expected, expected.report.number, self._leaving.room)
+        self.await_report(plan)
 
-    @property
-    def leaving_room(self) -> RowRoom:
-        """Where the rows go that leave by the next plan."""
-        return self._leaving.room
-
-    def expect(self, reports: MissReports, n: int) -> ExpectedMisses:
+    def _expect(self, reports: MissReports, n: int) -> ExpectedMisses:
         """The report of the next plan, of `n` ids, which takes the place of those before."""
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self._copies.finish()
         return reports.expect(n)
 
-    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
+    def _launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
         """Chooses what leaves, reports that and what is missed, to where it is `expected`, by `number`, and sends as
         many of the rows that leave as there is `room` for."""
         launches, missed, report = self._plan, plan.missed, expected.report
@@ -129,10 +129,10 @@ class Staged(Transfer):
         )  # fmt: skip
         self._send(missed, room)
 
-    def await_report(self, plan: BatchPlan, host: HostPhase) -> None:
-        """Behind `launch_start`: what the host is to do. Of a plan that is made ahead rows are gathered as soon as they
-        are reported."""
-        plan.host, report = host, host.expected.report
+    def await_report(self, plan: BatchPlan) -> None:
+        host = plan.host
+        assert host is not None
+        report, host.gather, host.room = host.expected.report, None, None
         report.event.record(current_stream())
         self._gathers = plan.kind.ahead
         if plan.kind.ahead:
@@ -142,8 +142,28 @@ class Staged(Transfer):
     def may_record(self) -> bool:
         return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
 
-    def recording(self, ids: int) -> RecordedTransfer:
-        return RecordedStaged(self, ids, self._layout, self._device)
+    def recording(self, ids: int) -> HostPhase:
+        reports = MissReports()
+        with no_inference():
+            words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=self._device)
+        return HostPhase(reports, reports.expect(ids), words.unbind())
+
+    def record_move(self, plan: BatchPlan, graph: Recording) -> None:
+        assert plan.host is not None
+        with no_inference():
+            weight = torch.empty((1, self._layout.columns), dtype=self._layout.device_dtype, device=self._device)
+            state = torch.empty((1, self._layout.state_width + 1), dtype=torch.int32, device=self._device)
+        with graph.recorded([weight.data_ptr(), state.data_ptr()]):
+            self._launch_move(plan, plan.missed.n, weight, state)
+            if plan.beside:
+                plan.beside()
+        plan.host.graph = graph
+
+    def expect(self, plan: BatchPlan) -> list[int]:
+        host = plan.host
+        assert host is not None
+        host.expected = self._expect(host.reports, plan.missed.n)
+        return [host.expected.report.number, *self._leaving.room]
 
     def move(self, plan: BatchPlan) -> None:
         launches, missed, host = self._plan, plan.missed, plan.host
@@ -151,7 +171,7 @@ class Staged(Transfer):
         sent, misses = host.expected.report.event, host.expected.read()
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
-            self._send(missed, self.leaving_room)
+            self._send(missed, self._leaving.room)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
         came, weight, state = self._gather(misses.keys, host)
@@ -163,7 +183,7 @@ class Staged(Transfer):
             self._grow(launches.records.rows)
         with slots_change_hands(self._changes, missed):
             if graph is None:
-                self.launch_finish(plan, count, weight, state, new)
+                self._launch_move(plan, count, weight, state, new)
             else:
                 graph.replay([weight.data_ptr(), state.data_ptr()])
             came.copied.record(current_stream())
@@ -177,7 +197,7 @@ class Staged(Transfer):
             plan.beside()
         plan.phase = Phase.MOVED
 
-    def launch_finish(
+    def _launch_move(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
     ) -> None:
         """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,11 +116,17 @@ class MissReports:
 
 @dataclass
 class HostPhase:
-    """What the host does of a plan between what is launched before and behind. `expected`: the misses · `graph`: of
-    what is launched behind, and of what is done beside, if that is recorded · `gather`: the job that gathers the missed
-    rows, if that has begun, and `room`: where they are gathered."""
+    """What the host does of a plan between `start` and `move`. `reports`: where the device reports misses, and
+    `expected`: those of this plan · `gather`: the job that gathers the missed rows, if that has begun, and `room`:
+    where they are gathered.
 
+    Of a recorded plan `reports` are its own. `words`: on the device, stand for the number of the report and the
+    addresses of the room for rows that leave, as these are others at each replay · `graph`: of what `move` launches,
+    and of what is done beside."""
+
+    reports: MissReports
     expected: ExpectedMisses
+    words: Sequence[torch.Tensor] = ()
     graph: Recording | None = None
     gather: CopyJob | None = None
     room: PinnedRows | None = None

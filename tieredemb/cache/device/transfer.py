@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,32 +20,8 @@ from tieredemb.cache.changes import Change, IntentLog, Suspect, interrupted
 from tieredemb.cache.device.plan import BatchPlan, Missed, OverflowRows
 from tieredemb.kernels.recording import Recording
 
-
-class RecordedTransfer(abc.ABC):
-    """The transfer of a plan that is recorded as a graph, and passes through the host: what is launched on either side
-    of that is replayed. Made outside of the capture. `changing`: what the plan's launches are told anew each time."""
-
-    changing: Sequence[torch.Tensor] = ()
-
-    @abc.abstractmethod
-    def start(self, plan: BatchPlan) -> None:
-        """Launches what `Transfer.start` does, inside the capture."""
-
-    @abc.abstractmethod
-    def record_finish(self, graph: Recording) -> None:
-        """Records what `Transfer.move` launches, if the plan moves rows."""
-
-    @abc.abstractmethod
-    def expect(self) -> list[int]:
-        """The plan is about to be replayed: what `changing` is this time."""
-
-    @abc.abstractmethod
-    def begun(self) -> BatchPlan | None:
-        """Behind the replay: the plan, if rows may have to come."""
-
-    @abc.abstractmethod
-    def size_bytes(self) -> int:
-        """Of what it keeps for itself."""
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staging import HostPhase
 
 
 class Transfer(abc.ABC):
@@ -86,10 +62,6 @@ class Transfer(abc.ABC):
         then, and another plan come first."""
         return True
 
-    def recording(self, ids: int) -> RecordedTransfer | None:
-        """Of a plan of `ids` ids that is to be recorded; None where launches alone move rows. May synchronise."""
-        return None
-
     @abc.abstractmethod
     def overflow(self, uncached: bool) -> OverflowRows:
         """Where rows without a slot are now, for a batch that is `uncached` or not."""
@@ -100,6 +72,26 @@ class Transfer(abc.ABC):
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""
+
+    # --- recorded plans ---------------------------------------------------------------------------------------------
+    # where rows pass through the host two graphs: one up to the report of what is missed, one that brings the rows in
+
+    def recording(self, ids: int) -> HostPhase | None:
+        """Before a plan of `ids` ids is recorded, of which all that are missed are to get slots: what its `start` is
+        given for the host's part. Where some do not, `move` launches. None where launches alone move rows. May
+        synchronise."""
+        return None
+
+    def record_move(self, plan: BatchPlan, graph: Recording) -> None:  # noqa: B027
+        """Records what `move` launches for a plan whose `start` is recorded."""
+
+    def expect(self, plan: BatchPlan) -> list[int]:
+        """A recorded plan is about to be replayed: what it is told (`BatchPlan.changing`) this time."""
+        return []
+
+    def await_report(self, plan: BatchPlan) -> None:  # noqa: B027
+        """Behind what `start` launches, or its replay: what the host is to do. Of a plan that is made ahead rows are
+        gathered as soon as they are reported."""
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
