@@ -54,10 +54,10 @@ class Run:
             self.cache.complete_last()
             planner.unfinished = behind
         if way == TWICE:
-            planner.note_capture()
-            noted, planner.captured = planner.captured, {}
+            left = planner.unfinished.copy()
             self.cache.complete_last()
-            planner.captured = noted  # of a capture that nobody has seen replayed
+            planner.unfinished = left
+            planner.begin_capture()  # which nobody has seen replayed
             self.cache.complete_last()
             assert planner.is_over
         if self.last is not None:

@@ -90,23 +90,46 @@ def test_what_is_interrupted_stays_pending():
     assert books.done == ["rows"]
 
 
-def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(monkeypatch):
+@pytest.fixture
+def capturing(monkeypatch):
+    """Whether a capture is under way: in its one place."""
+    now = [False]
+    monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return now
+
+
+def test_what_a_capture_has_launched_is_pending_again_where_that_was_given_up(capturing):
     """In front of what the capture has left, until somebody has seen its replay."""
-    books, capturing = Books(), [True]
-    monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    books = Books()
     ticket = books.leave("before")
-    books.planner.note_capture()
-    books.planner.finish_last(usable=True)
+    books.planner.begin_capture()
+    capturing[0] = True
+    for _ in range(2):  # amid the capture it is launched once, and has not come
+        books.planner.finish_last(usable=True)
+        assert books.done == ["before"]
+        assert not ticket.is_complete
     books.leave("since")
-    assert ticket.is_complete
-    books.planner.restore()  # amid the capture that is nothing
-    assert books.done == ["before"]
     capturing[0] = False
-    books.planner.restore()
-    assert not ticket.is_complete
+    books.planner.end_capture()
     books.planner.finish_last(usable=True)
     assert books.done == ["before", "before", "since"]
     assert ticket.is_complete
+    assert books.planner.is_over
+
+
+def test_what_a_capture_has_launched_has_come_once_that_was_replayed(capturing):
+    books = Books()
+    before = books.leave("before")
+    books.planner.begin_capture()
+    capturing[0] = True
+    books.planner.finish_last(usable=True)
+    since = books.leave("since")
+    capturing[0] = False
+    books.planner.end_capture(ran=True)
+    assert before.is_complete
+    assert not since.is_complete
+    books.planner.finish_last(usable=True)
+    assert books.done == ["before", "since"]
     assert books.planner.is_over
 
 

@@ -184,12 +184,14 @@ class DeviceCache(Cache):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
-                self._planner.restore()
-                if any(each.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
+                if self._is_unfinished(ticket):
                     self.complete_last()
-                if not ticket.is_complete:  # somebody was interrupted at it
+                if not (ticket.is_complete or self._is_unfinished(ticket)):  # somebody was interrupted at it
                     ticket.is_complete = ticket.failed = True
         return not ticket.failed
+
+    def _is_unfinished(self, ticket: DeviceTicket) -> bool:
+        return any(each.batch == ticket.batch for each in self._planner.unfinished)  # it may be a share
 
     def complete_last(self) -> None:
         """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. Waits and
@@ -327,9 +329,11 @@ class DeviceCache(Cache):
         plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
         slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
         and rows, until it has replayed."""
-        self._planner.restore()
-        if not all(ticket in known for ticket in self._planner.unfinished):
-            self.complete_last()
+        self._planner.end_capture()
+        for ticket, plan in self._planner.unfinished.items():
+            if ticket not in known or plan.phase is not plan.left_at:  # or what was to bring its rows was interrupted
+                self.complete_last()
+                break
         self._check_usable()
         self.cold.begin_changes()
         self._order.whole()
@@ -344,7 +348,7 @@ class DeviceCache(Cache):
         that are planned in it. Each replay finds as many. What comes in is complete after the capture; `end_capture`
         says whether it was replayed."""
         with self.whole():
-            self._planner.note_capture()
+            self._planner.begin_capture()
             replays = self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
             yield replays
@@ -394,12 +398,9 @@ class DeviceCache(Cache):
 
     def end_capture(self, *, ran: bool) -> None:
         """A captured step has run a first time, or was given up: then what it would have brought in is pending
-        again."""
+        still."""
         with self.plan_lock, self.lock:
-            if ran:
-                self._planner.captured = {}
-            else:
-                self._planner.restore()
+            self._planner.end_capture(ran=ran)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""
@@ -635,6 +636,6 @@ class DeviceCache(Cache):
             }
 
     def _release(self) -> None:
-        self._planner.unfinished, self._planner.captured = {}, {}
+        self._planner.unfinished = {}
         self.transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

@@ -225,14 +225,18 @@ class BatchPlan:
         return self.uncached
 
     @property
+    def left_at(self) -> Phase:
+        """The phase at which deferred rows are left."""
+        return Phase.FOUND if self.defers_places else Phase.PUBLISHED
+
+    @property
     def changing(self) -> Sequence[torch.Tensor]:
         """Where it is recorded: what stands for what its launches are told anew each time."""
         return () if self.host is None else self.host.words
 
     def rebind(self) -> BatchPlan:
         """The plan that a replay makes where this one was."""
-        is_published = self.is_deferred and not self.defers_places
-        return replace(self, phase=Phase.PUBLISHED if is_published else Phase.FOUND, aside=None)
+        return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, aside=None)
 
     def size_bytes(self) -> int:
         """Of what it keeps for its replays."""

@@ -72,9 +72,9 @@ class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
     and so is taken for both · `unfinished`: the batches whose rows have yet to come, in their order, and their plans:
     the next plan brings them first, and so there is one at most, but while a captured step is replayed that begins
-    another · `captured`: those that there were when a capture began, until it was replayed · `deferred`: where plans
-    are to leave rows for later, if they are · `recording`: of the plan that is being recorded, where its rows pass
-    through the host."""
+    another · `in_capture`: whether a step that brings them is being captured, or was and has yet to be replayed ·
+    `deferred`: where plans are to leave rows for later, if they are · `recording`: of the plan that is being recorded,
+    where its rows pass through the host."""
 
     hot: DeviceHotRows
     launches: DevicePlan
@@ -85,7 +85,7 @@ class Planner:
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
     unfinished: dict[DeviceTicket, BatchPlan] = field(default_factory=dict)
-    captured: dict[DeviceTicket, BatchPlan] = field(default_factory=dict)
+    in_capture: bool = False
     deferred: DeferredRows | None = None
     recording: HostPhase | None = None
 
@@ -168,49 +168,47 @@ class Planner:
         ticket.is_complete = False
         self.unfinished[ticket] = plan
 
-    def restore(self) -> None:
-        """Outside of a capture: what one has finished that was given up, or whose first replay nobody has seen, is
-        unfinished again, in front of what has been since. The device knows what has come."""
-        if not self.captured or torch.cuda.is_current_stream_capturing():
-            return
-        for ticket in self.captured:
-            ticket.is_complete = False
-        captured = {ticket: plan.rebind() for ticket, plan in self.captured.items()}
-        self.unfinished = captured | {
-            ticket: plan for ticket, plan in self.unfinished.items() if ticket not in captured
-        }
-        self.captured = {}
+    def begin_capture(self) -> None:
+        """What is unfinished is brought by a step that is captured: it stays on the books until that was replayed."""
+        self.in_capture = True
 
-    def note_capture(self) -> None:
-        """A capture begins, which will finish what is unfinished; that counts once it was replayed."""
-        self.captured = {ticket: plan for ticket, plan in self.unfinished.items() if plan.is_deferred}
+    def end_capture(self, *, ran: bool = False) -> None:
+        """Outside of a capture: what one has launched has come if it `ran`. Else, where it was given up, or nobody has
+        seen its first replay, that is to be launched again; the device knows what has come."""
+        if not self.in_capture or torch.cuda.is_current_stream_capturing():
+            return
+        if ran:
+            self.rows_arrived([ticket for ticket, plan in self.unfinished.items() if plan.phase is Phase.MOVED])
+        else:
+            self.unfinished |= {ticket: plan.rebind() for ticket, plan in self.unfinished.items() if plan.is_deferred}
+        self.in_capture = False
 
     def forget(self) -> None:
         """Slots are emptied: nothing is to come any more."""
         for missed in self.missed_deferred():
             missed.have_moved()
-        for ticket in (*self.captured, *self.unfinished):
+        for ticket in self.unfinished:
             ticket.failed = ticket.is_complete = True
-        self.unfinished, self.captured = {}, {}
+        self.unfinished, self.in_capture = {}, False
 
     def missed_deferred(self) -> list[Missed]:
         """What was left for later, and may have yet to come."""
-        plans = (*self.captured.values(), *self.unfinished.values())
-        return [plan.missed for plan in plans if plan.is_deferred]
+        return [plan.missed for plan in self.unfinished.values() if plan.is_deferred]
 
     def rows_arrived(self, tickets: Collection[DeviceTicket]) -> None:
-        """A replay has brought the rows of `tickets`."""
+        """What brings the rows of `tickets` was launched."""
         for ticket in tickets:
             ticket.is_complete = True
             self.unfinished.pop(ticket, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether no transfer is pending."""
-        return not (self.unfinished or self.captured)
+        """Whether no rows have yet to come."""
+        return not (self.unfinished or self.in_capture)
 
     def place_last(self) -> None:
         """Gives slots to what is yet to come."""
+        self.end_capture()
         for ticket, plan in [*self.unfinished.items()]:
             self.transfer.place(plan, self.ledger.lag_of(ticket.batch))
 
@@ -222,18 +220,21 @@ class Planner:
     def finish_last(self, *, usable: bool) -> None:
         """Brings the rows that have yet to come. Their tickets know if that fails; it does if the cache is not
         `usable`, but for deferred rows. Waits for the GPU and the storage, but for those."""
-        self.restore()
-        while self.unfinished:
-            ticket, plan = next(iter(self.unfinished.items()))
+        self.end_capture()
+        while pending := self._pending():
+            ticket, plan = pending[0]
             if plan.place is None:  # whatever is suspect, its slots have changed hands
                 self._finish_deferred(ticket, plan)
-                self.unfinished.pop(ticket, None)
             else:
                 del self.unfinished[ticket]
                 if usable:
                     self._finish(ticket, plan, plan.place)
                 else:
                     ticket.failed = ticket.is_complete = True
+
+    def _pending(self) -> list[tuple[DeviceTicket, BatchPlan]]:
+        """What is unfinished, but for what is brought by the step that is being captured."""
+        return [each for each in self.unfinished.items() if not (self.in_capture and each[1].phase is Phase.MOVED)]
 
     def _finish(self, ticket: DeviceTicket, plan: BatchPlan, place: Place) -> None:
         ticket.failed = True
@@ -250,7 +251,8 @@ class Planner:
                 ticket.is_complete = True
 
     def _finish_deferred(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
-        """Slots have changed hands, or are about to: it stays on the books until all is launched."""
+        """Slots have changed hands, or are about to: it stays on the books until all is launched, and if that is
+        captured until it is replayed."""
         if self.deferred is not None:  # another plan of the same batch
             current_stream().wait_stream(self.deferred.behind)
         with self.rows_lock:
@@ -260,7 +262,8 @@ class Planner:
             self.transfer.publish(plan)
             self.transfer.move(plan)
         self._arrives(ticket)
-        ticket.is_complete = True
+        if not self.in_capture:
+            self.rows_arrived([ticket])
 
     def _arrives(self, ticket: DeviceTicket) -> None:
         with self.rows_lock:
