@@ -165,10 +165,10 @@ class StepAhead(Generic[R]):
         caches = self._step.caches
         if now.graph is not None and not now.graph.fits(self._turns, caches):
             now.graph = None
-        replays = [NOTHING_PLANNED] * len(caches) if now.graph is None else now.graph.replays
-        last: list[int] | list[None] = [None] * len(replays) if self._last is None else self._last
-        each = zip(caches, last, replays, strict=True)
-        fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
+        effects = [NOTHING_PLANNED] * len(caches) if now.graph is None else now.graph.effects
+        last: list[int] | list[None] = [None] * len(caches) if self._last is None else self._last
+        each = zip(caches, last, effects, strict=True)
+        fresh = [cache.may_replay(_tickets(calls, cache), number, its) for cache, number, its in each]
         return self._last is not None and bool(calls) and all(fresh)
 
     def _overlap(self, now: Turn[R], unplanned: Sequence[Turn[R]], lookups: Lookups) -> R:
@@ -234,7 +234,8 @@ class StepAhead(Generic[R]):
         pending = [cache.unfinished() for cache in step.caches]
         try:
             with ExitStack() as caches:
-                replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in step.caches]
+                for cache in step.caches:
+                    caches.enter_context(cache.capturing(_tickets(known, cache)))
                 pools = (turn.graph.graph.pool() for turn in turns if turn.graph is not None)
                 with (
                     step.on_buffers(),
@@ -251,8 +252,7 @@ class StepAhead(Generic[R]):
             step.after_capture()
             self._captured()
             graph.replay()
-            for cache in step.caches:
-                cache.end_capture(ran=True)
+            effects = [cache.end_capture(ran=True) for cache in step.caches]
         except BaseException as error:
             for cache in step.caches:
                 cache.end_capture(ran=False)
@@ -262,13 +262,11 @@ class StepAhead(Generic[R]):
             self.give_up()
             self._tell(error)
             raise
-        for cache in step.caches:
-            cache.replayed(NOTHING_PLANNED)
         if planned:  # else another thread has given them up
             now.graph = TurnGraph(
                 graph=graph,
                 result=result,
-                replays=replays,
+                effects=effects,
                 offsets=offsets,
                 brings=[bool(each) and all(ticket.is_complete for ticket in each) for each in pending],
                 completes=[[part.ticket.is_complete for part in call.parts] for call in planned],
@@ -306,7 +304,7 @@ class StepAhead(Generic[R]):
         self._before_replay()
         try:
             # on the books before it is launched: what a launch that never came has left pending moves nothing
-            first = {cache: cache.replayed(does) for cache, does in zip(caches, graph.replays, strict=True)}
+            first = {cache: cache.count(effects) for cache, effects in zip(caches, graph.effects, strict=True)}
             came = then.rebind_plans(graph, first) + [part.ticket for call in known for part in call.parts]
             graph.graph.replay()
             for cache in caches:

@@ -11,7 +11,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import Replays
+from tieredemb.cache.device.ledger import Effects
 from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
@@ -68,15 +68,15 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 
 @dataclass(frozen=True)
 class TurnGraph(Generic[R]):
-    """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
-    forward and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
+    """A captured step. `effects`: on the books of each cache · `offsets`: of the batches that it plans, for each forward
+    and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
     `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
     it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
     captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
-    replays: list[Replays]
+    effects: list[Effects]
     offsets: list[list[int]]
     brings: list[bool]
     completes: list[list[bool]]
@@ -89,7 +89,7 @@ class TurnGraph(Generic[R]):
         knows of. Else it has to be captured anew."""
         if any(turn.memories != memories for turn, memories in zip(turns, self.memories, strict=True)):
             return False
-        return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
+        return not any(cache.outgrew(each) for cache, each in zip(caches, self.effects, strict=True))
 
     def knows(self, calls: list[PlannedCall]) -> bool:
         """Whether the plans that it would use, `calls`, are as those were that it was captured with."""

@@ -31,6 +31,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
+from tieredemb.cache.device.ledger import ONE_PLAN
 from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.planner import MOST_IDS
 from tieredemb.cache.locks import Locks
@@ -372,9 +373,8 @@ class Recorded:
         self._run(blocks, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
-        for group, part in zip(groups, call.parts, strict=True):
-            group.cache.replayed_first(part.ticket)
-        self._begin_transfers(call)
+        for group, part, plan in zip(groups, call.parts, self._plans, strict=True):
+            group.cache.begun(part.ticket, plan)
         groups[0].cache.recorded.add(self)
         self._taken(call, outs)
 
@@ -447,7 +447,7 @@ class Recorded:
         if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
             offsets = offsets.to(torch.int64).contiguous()
         outs = self._new_outputs() if self._pools else None
-        batches = [group.cache.count_next() for group in self._groups]
+        batches = [group.cache.count(ONE_PLAN) + 1 for group in self._groups]
         edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
         self._run(call.blocks_of(ids, edges), outs, batch.stack)
         counts = call.counts()
@@ -460,14 +460,10 @@ class Recorded:
             )
         ]
         call.memory = self._memory
-        self._begin_transfers(call)
-        self._taken(call, outs)
-
-    def _begin_transfers(self, call: Recordable) -> None:
-        """Behind a replay: has rows brought that pass through the host."""
         for group, part, plan in zip(self._groups, call.parts, self._plans, strict=True):
             if plan is not None:
                 group.cache.begun(part.ticket, plan)
+        self._taken(call, outs)
 
     def look_up(self, call: Recordable) -> list[torch.Tensor] | None:
         """The outputs of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None

@@ -22,7 +22,7 @@ from tieredemb.cache.changes import Part
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
+from tieredemb.cache.device.ledger import NOTHING_PLANNED, Effects, Ledger
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.planner import DeferredRows, Planner
@@ -92,6 +92,7 @@ class DeviceCache(Cache):
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
         self._ledger = Ledger(self._book, lock_window)
+        self._captured = NOTHING_PLANNED  # what replays do of the step that was captured last
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
             cold.attach(device)
@@ -267,9 +268,10 @@ class DeviceCache(Cache):
         finds the rows of the others locked. The caller holds the locks of plans and rows."""
         return self._order.is_behind or not self._ledger.is_locked(batch)
 
-    def count_next(self) -> int:
-        """A recorded plan is about to be replayed: the number of its batch."""
-        return self._ledger.count_next()
+    def count(self, effects: Effects) -> int:
+        """What has these effects is about to be replayed: its plans count, and lock rows. Returns the number of the
+        last batch before them. The caller holds the locks of plans and rows."""
+        return self._ledger.count(effects)
 
     def overflow_of(self, plan: NextPlan) -> OverflowRows:
         """Where rows without a slot are, for a plan that may have such."""
@@ -283,18 +285,16 @@ class DeviceCache(Cache):
         _, locked, uncached = self._ledger.next_locks()
         return not self._planner.may_lack_slots(ids, locked, uncached=uncached)
 
-    def begun(self, ticket: DeviceTicket, recorded: BatchPlan) -> None:
-        """The plan of `ticket` was replayed, as it was `recorded`: its rows pass through the host, and come with
-        `complete`."""
-        plan = recorded.rebind()
-        self.transfer.await_report(plan)
-        plan.place = self._order.place()
-        self._planner.leave(ticket, plan)
-        self._order.after_plan()
-
-    def replayed_first(self, ticket: DeviceTicket) -> None:
-        """The plan of `ticket`, which was recorded, was replayed for the first time, right behind."""
+    def begun(self, ticket: DeviceTicket, recorded: BatchPlan | None) -> None:
+        """The recorded plan of `ticket` was replayed, right behind. Where rows pass through the host, they come with
+        `complete`, as of the plan that was `recorded`."""
         ticket.ready, ticket.kept = self._order.planned(), ()
+        if recorded is not None:
+            plan = recorded.rebind()
+            self.transfer.await_report(plan)
+            plan.place = self._order.place()
+            self._planner.leave(ticket, plan)
+            self._order.after_plan()
 
     def rebind(
         self,
@@ -306,7 +306,7 @@ class DeviceCache(Cache):
         deferred: BatchPlan | None = None,
     ) -> DeviceTicket:
         """The flight of `batch`, which a replay has planned to where an earlier plan was: to its `homes`, with rows
-        without a slot where that had them. `ids`: whose rows it locks, unless `replayed` has counted these ·
+        without a slot where that had them. `ids`: whose rows it locks, unless `count` has entered these ·
         `deferred`: the earlier plan, if it has left rows for later."""
         with self.plan_lock, self.lock:
             ticket = self._planner.ticket(batch, homes, overflow, ids)
@@ -319,11 +319,11 @@ class DeviceCache(Cache):
 
     @property
     def last(self) -> int:
-        """Number of the last batch planned; replays count where they are entered (`replayed`)."""
+        """Number of the last batch planned, as far as the host has counted (`count`)."""
         return self._ledger.last
 
     def may_replay(
-        self, known: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
+        self, known: Sequence[DeviceTicket] = (), last: int | None = None, effects: Effects = NOTHING_PLANNED
     ) -> bool:
         """Whether a captured step may be replayed now, or one captured, which is put behind all plans made ahead: its
         plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
@@ -340,33 +340,36 @@ class DeviceCache(Cache):
         records = self._plan.records.table
         if any(ticket.overflow.uncached and ticket.overflow.names is not records for ticket in known):
             return False
-        return self._ledger.may_replay((ticket.batch for ticket in known), last, replays)
+        return self._ledger.may_replay((ticket.batch for ticket in known), last, effects)
 
     @contextlib.contextmanager
-    def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[Replays]:
+    def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[None]:
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What comes in is complete after the capture; `end_capture`
-        says whether it was replayed."""
+        that are planned in it. Each replay finds as many. What it brings in comes once `end_capture` says that it was
+        replayed."""
         with self.whole():
             self._planner.begin_capture()
-            replays = self._ledger.begin_capture(ticket.batch for ticket in known)
+            self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
-            yield replays
+            yield
         finally:
             with self.whole():
-                self._ledger.end_capture(replays)
+                self._captured = self._ledger.end_capture(self._plan.records.table.data_ptr())
                 self._order.joined()
-                replays.records = self._plan.records.table.data_ptr()
 
-    def outgrew(self, replays: Replays) -> bool:
+    def end_capture(self, *, ran: bool) -> Effects:
+        """A captured step has run a first time, or was given up: then what it would have brought in is pending still.
+        Returns what each replay does to the books."""
+        with self.plan_lock, self.lock:
+            self._planner.end_capture(ran=ran)
+            if ran:
+                self._ledger.count(NOTHING_PLANNED)  # what was counted in the capture
+            return self._captured
+
+    def outgrew(self, effects: Effects) -> bool:
         """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
         anew."""
-        return replays.records != self._plan.records.table.data_ptr()
-
-    def replayed(self, replays: Replays) -> int:
-        """A step was replayed: its plans count. Returns the number of the last batch before them."""
-        with self.plan_lock, self.lock:
-            return self._ledger.replayed(replays)
+        return effects.records != self._plan.records.table.data_ptr()
 
     # --- rows that are left for later, by the steps that are captured -----------------------------------------------
 
@@ -395,12 +398,6 @@ class DeviceCache(Cache):
     def unfinished(self) -> list[DeviceTicket]:
         """The batches whose rows have yet to come."""
         return [*self._planner.unfinished]
-
-    def end_capture(self, *, ran: bool) -> None:
-        """A captured step has run a first time, or was given up: then what it would have brought in is pending
-        still."""
-        with self.plan_lock, self.lock:
-            self._planner.end_capture(ran=ran)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""

@@ -22,7 +22,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.ledger import Begun, Ledger
+from tieredemb.cache.device.ledger import ONE_PLAN, Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, Phase, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
@@ -123,7 +123,7 @@ class Planner:
         if not self.moves_rows(n):
             if given is not None:
                 given.wait(current_stream())
-            self.ledger.count(begun)
+            self.ledger.count(ONE_PLAN, captured=begun.captured)
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, kind, client=client, beside=beside)
             return ticket
@@ -133,7 +133,7 @@ class Planner:
         device, lag = self.hot.weight.device, begun.lag
         missed = Missed(n, device) if self.deferred is None else self.deferred.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
-        self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
+        self.ledger.count(ONE_PLAN, captured=begun.captured)
         overflow = self.transfer.overflow(uncached)
         plan = BatchPlan(homes, missed, uncached, kind, beside, lag, host=self.recording)
         plan.is_deferred = self.deferred is not None and self.transfer.can_defer
@@ -293,6 +293,6 @@ class Planner:
         ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
             ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.ledger.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
+            self.book.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
             ticket.ready = self.order.planned()
             return ticket
