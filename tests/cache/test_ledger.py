@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, ONE_PLAN, Ledger
+from tieredemb.cache.device.effects import NOTHING_PLANNED, ONE_PLAN
+from tieredemb.cache.device.ledger import Ledger
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.errors import StorageError
 

@@ -31,7 +31,7 @@ import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import NOTHING_PLANNED
+from tieredemb.cache.device.effects import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.kernels.streams import on_device, on_stream, own_stream, side_by_side
 from tieredemb.pipeline.captured import StepFunction
@@ -142,7 +142,7 @@ class StepAhead(Generic[R]):
 
     def _transfers(self) -> list[int]:
         """How many transfers are pending in each cache."""
-        return [len(cache.unfinished()) for cache in self._step.caches]
+        return [cache.unfinished for cache in self._step.caches]
 
     def _load(self, following: Sequence[Any]) -> list[Turn[R]]:
         """Copies the batches in that have yet to be planned; returns their turns."""
@@ -230,8 +230,6 @@ class StepAhead(Generic[R]):
         now, _, then = turns
         for call in known:
             call.arrive()  # nothing inside may wait for what is outside
-        first = {cache: cache.last for cache in step.caches}
-        pending = [cache.unfinished() for cache in step.caches]
         try:
             with ExitStack() as caches:
                 for cache in step.caches:
@@ -248,14 +246,13 @@ class StepAhead(Generic[R]):
             planned = then.calls()
             for call in (*planned, *known):
                 call.has_arrived()
-            offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
             self._captured()
             graph.replay()
-            effects = [cache.end_capture(ran=True) for cache in step.caches]
+            effects = [cache.end_capture(_tickets(planned, cache)) for cache in step.caches]
         except BaseException as error:
             for cache in step.caches:
-                cache.end_capture(ran=False)
+                cache.give_up_capture()
             for call in (*then.made(), *known):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
@@ -267,9 +264,6 @@ class StepAhead(Generic[R]):
                 graph=graph,
                 result=result,
                 effects=effects,
-                offsets=offsets,
-                brings=[bool(each) and all(ticket.is_complete for ticket in each) for each in pending],
-                completes=[[part.ticket.is_complete for part in call.parts] for call in planned],
                 states=states_of(known),
                 memories=[turn.memories for turn in turns],
                 made=then.made_last,
@@ -296,16 +290,18 @@ class StepAhead(Generic[R]):
         caches, (now, _, then) = self._step.caches, turns
         graph = now.graph
         assert graph is not None
-        for cache, brings in zip(caches, graph.brings, strict=True):
-            if not brings:
+        for cache, effects in zip(caches, graph.effects, strict=True):
+            if not effects.brings:
                 cache.complete_last()
         for call in known:
             call.arrive()
         self._before_replay()
         try:
-            # on the books before it is launched: what a launch that never came has left pending moves nothing
-            first = {cache: cache.count(effects) for cache, effects in zip(caches, graph.effects, strict=True)}
-            came = then.rebind_plans(graph, first) + [part.ticket for call in known for part in call.parts]
+            opened = {cache: cache.apply(effects) for cache, effects in zip(caches, graph.effects, strict=True)}
+            then.rebind_plans(graph, opened)
+            came = [part.ticket for call in known for part in call.parts]
+            for cache, effects in zip(caches, graph.effects, strict=True):
+                came += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
             graph.graph.replay()
             for cache in caches:
                 cache.rows_arrived(came)

@@ -11,7 +11,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import Effects
+from tieredemb.cache.device.effects import Effects
 from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
@@ -40,8 +40,8 @@ class PlannedCall(Protocol):
     @property
     def memory(self) -> Any: ...
 
-    def rebind(self, batches: Sequence[int]) -> PlannedCall:
-        """What a replay has planned to the same memory, as `batches` of the caches of its parts."""
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> PlannedCall:
+        """What a replay has planned to the same memory, with the `tickets` of its parts."""
 
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""
@@ -68,18 +68,12 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 
 @dataclass(frozen=True)
 class TurnGraph(Generic[R]):
-    """A captured step. `effects`: on the books of each cache · `offsets`: of the batches that it plans, for each forward
-    and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
-    `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
-    it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
-    captured."""
+    """A captured step. `effects`: on the books of each cache · `states`: of the plans that it uses · `memories`: where
+    those and the ones that it makes are, by turns · `made`: these, as they were captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
     effects: list[Effects]
-    offsets: list[list[int]]
-    brings: list[bool]
-    completes: list[list[bool]]
     states: list[PlanState]
     memories: list[list[Any]]
     made: tuple[list[PlannedCall], list[PlannedGroup]]
@@ -193,19 +187,16 @@ class Turn(Generic[R]):
         """Those forwards that could be planned."""
         return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
-    def rebind_plans(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
-        """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
-        nothing of for later."""
-        self._planned, complete = [], []
+    def rebind_plans(self, graph: TurnGraph[R], opened: dict[DeviceCache, list[DeviceTicket]]) -> None:
+        """A replay is about to plan them, as the batches that it has `opened` in each cache."""
+        self._planned = []
         calls, launched = self._calls, self._launched = graph.made
-        for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
-            batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            rebound = call.rebind(batches)
+        tickets = {cache: iter(each) for cache, each in opened.items()}
+        for call, (among, each) in zip(calls, launched, strict=True):
+            rebound = call.rebind([next(tickets[part.group.cache]) for part in call.parts])
             planned = each.rebind(cast("Call", rebound))
             among.add(planned)
             self._planned.append((among, planned))
-            complete += [part.ticket for part, is_over in zip(rebound.parts, ends, strict=True) if is_over]
-        return complete
 
     def over(self) -> None:
         """A replay has computed the batch."""

@@ -31,7 +31,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
-from tieredemb.cache.device.ledger import ONE_PLAN
+from tieredemb.cache.device.effects import Effects, Opened
 from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.planner import MOST_IDS
 from tieredemb.cache.locks import Locks
@@ -360,7 +360,9 @@ class Recorded:
             if form.stacked >= 0 and call.stack is not None:
                 self._row = torch.empty_like(call.stack.row)
                 call.stack = replace(call.stack, row=self._row)
-        self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
+        self._overflow = [
+            group.cache.transfer.overflow(plan.uncached) for plan, group in zip(following, groups, strict=True)
+        ]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
@@ -372,7 +374,10 @@ class Recorded:
                 group.cache.transfer.record_move(plan, self._new_graph())
         self._run(blocks, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
-        self._homes = [part.ticket.homes for part in call.parts]
+        self._effects = [
+            Effects(plans=1, opens=(Opened(1, part.ticket.homes, overflow),))
+            for part, overflow in zip(call.parts, self._overflow, strict=True)
+        ]
         for group, part, plan in zip(groups, call.parts, self._plans, strict=True):
             group.cache.begun(part.ticket, plan)
         groups[0].cache.recorded.add(self)
@@ -447,18 +452,17 @@ class Recorded:
         if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
             offsets = offsets.to(torch.int64).contiguous()
         outs = self._new_outputs() if self._pools else None
-        batches = [group.cache.count(ONE_PLAN) + 1 for group in self._groups]
-        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
-        self._run(call.blocks_of(ids, edges), outs, batch.stack)
         counts = call.counts()
         if len(counts) < len(self._groups):  # all look among the same ids
             counts *= len(self._groups)
-        call.parts = [
-            part.rebind(group.cache.rebind(number, homes, overflow, ids=ids))
-            for group, part, number, homes, overflow, ids in zip(
-                self._groups, self._parts, batches, self._homes, self._overflow, counts, strict=True
-            )
+        tickets = [
+            ticket
+            for group, effects, n in zip(self._groups, self._effects, counts, strict=True)
+            for ticket in group.cache.apply(effects, n)
         ]
+        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
+        self._run(call.blocks_of(ids, edges), outs, batch.stack)
+        call.parts = [part.rebind(ticket) for part, ticket in zip(self._parts, tickets, strict=True)]
         call.memory = self._memory
         for group, part, plan in zip(self._groups, call.parts, self._plans, strict=True):
             if plan is not None:

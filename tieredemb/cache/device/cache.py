@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,11 @@ import torch
 
 from tieredemb.cache.base import USE, Cache, PlanKind
 from tieredemb.cache.changes import Part
+from tieredemb.cache.device.effects import NOTHING_PLANNED, Effects, Opened
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, Effects, Ledger
+from tieredemb.cache.device.ledger import Ledger
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.planner import DeferredRows, Planner
@@ -268,15 +270,6 @@ class DeviceCache(Cache):
         finds the rows of the others locked. The caller holds the locks of plans and rows."""
         return self._order.is_behind or not self._ledger.is_locked(batch)
 
-    def count(self, effects: Effects) -> int:
-        """What has these effects is about to be replayed: its plans count, and lock rows. Returns the number of the
-        last batch before them. The caller holds the locks of plans and rows."""
-        return self._ledger.count(effects)
-
-    def overflow_of(self, plan: NextPlan) -> OverflowRows:
-        """Where rows without a slot are, for a plan that may have such."""
-        return self.transfer.overflow(plan.uncached)
-
     def has_slots_for(self, ids: int) -> bool:
         """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
         of plans and rows."""
@@ -296,30 +289,25 @@ class DeviceCache(Cache):
             self._planner.leave(ticket, plan)
             self._order.after_plan()
 
-    def rebind(
-        self,
-        batch: int,
-        homes: torch.Tensor,
-        overflow: OverflowRows,
-        *,
-        ids: int = 0,
-        deferred: BatchPlan | None = None,
-    ) -> DeviceTicket:
-        """The flight of `batch`, which a replay has planned to where an earlier plan was: to its `homes`, with rows
-        without a slot where that had them. `ids`: whose rows it locks, unless `count` has entered these ·
-        `deferred`: the earlier plan, if it has left rows for later."""
-        with self.plan_lock, self.lock:
-            ticket = self._planner.ticket(batch, homes, overflow, ids)
+    def apply(self, effects: Effects, ids: int = 0) -> list[DeviceTicket]:
+        """Enters a replay that has these `effects` on the books, before it is launched: its plans count, and lock rows;
+        the flights of its batches open, which are returned. Where the launch never comes, what is left for later moves
+        nothing. `ids`: whose rows each batch locks, where `effects` do not say it. The caller holds the locks of plans
+        and rows."""
+        first, tickets = self._ledger.count(effects), list[DeviceTicket]()
+        for number, homes, overflow, deferred, _ in effects.opens:
+            ticket = self._planner.ticket(first + number, homes, overflow, ids)
             ticket.kept = ()  # it counts where it was planned first
             if deferred is not None:
                 self._planner.leave(ticket, deferred.rebind())
-            return ticket
+            tickets.append(ticket)
+        return tickets
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> int:
-        """Number of the last batch planned, as far as the host has counted (`count`)."""
+        """Number of the last batch planned, as far as the host has counted."""
         return self._ledger.last
 
     def may_replay(
@@ -345,8 +333,8 @@ class DeviceCache(Cache):
     @contextlib.contextmanager
     def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[None]:
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What it brings in comes once `end_capture` says that it was
-        replayed."""
+        that are planned in it. Each replay finds as many. What it brings in has come with the first replay, which
+        `end_capture` enters."""
         with self.whole():
             self._planner.begin_capture()
             self._ledger.begin_capture(ticket.batch for ticket in known)
@@ -357,14 +345,27 @@ class DeviceCache(Cache):
                 self._captured = self._ledger.end_capture(self._plan.records.table.data_ptr())
                 self._order.joined()
 
-    def end_capture(self, *, ran: bool) -> Effects:
-        """A captured step has run a first time, or was given up: then what it would have brought in is pending still.
-        Returns what each replay does to the books."""
+    def end_capture(self, opened: Sequence[DeviceTicket]) -> Effects:
+        """A captured step has run a first time, as its capture is on the books, and has left the batches `opened` in
+        flight. Returns what each replay does."""
         with self.plan_lock, self.lock:
-            self._planner.end_capture(ran=ran)
-            if ran:
-                self._ledger.count(NOTHING_PLANNED)  # what was counted in the capture
-            return self._captured
+            first = self._ledger.last - self._captured.plans
+            left = [ticket for ticket in self._planner.unfinished if ticket.batch <= first]
+            self._planner.end_capture(ran=True)
+            self._ledger.count(NOTHING_PLANNED)  # what was counted in the capture
+            return replace(
+                self._captured,
+                opens=tuple(
+                    Opened(each.batch - first, each.homes, each.overflow, each.plan, each.is_complete)
+                    for each in opened
+                ),
+                brings=bool(left) and all(ticket.is_complete for ticket in left),
+            )
+
+    def give_up_capture(self) -> None:
+        """What a captured step would have brought in is pending still."""
+        with self.plan_lock, self.lock:
+            self._planner.end_capture()
 
     def outgrew(self, effects: Effects) -> bool:
         """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
@@ -395,9 +396,10 @@ class DeviceCache(Cache):
         with self.plan_lock, on_device(self.device):
             self._planner.publish_last()
 
-    def unfinished(self) -> list[DeviceTicket]:
-        """The batches whose rows have yet to come."""
-        return [*self._planner.unfinished]
+    @property
+    def unfinished(self) -> int:
+        """How many batches there are whose rows have yet to come."""
+        return len(self._planner.unfinished)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""

@@ -1,36 +1,19 @@
 """The ledger of a GPU's cache: the numbers of its batches, those in flight, and what they lock.
 
 Batches are numbered as they are planned. A replay plans batches too, of which the host hears nothing but that it was
-replayed. What a launch or a replay does to the ledger is data, its `Effects`, and enters by `count`. Nothing here knows
+replayed. What a launch or a replay does is data, its `Effects`, of which `count` enters the batches. Nothing here knows
 of a device. The locks of the cache guard it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from tieredemb.cache.tickets import Hold, Locked, TicketBook
+from tieredemb.cache.device.effects import NOTHING_PLANNED, Effects
+from tieredemb.cache.tickets import Hold, TicketBook
 from tieredemb.errors import StorageError
-
-
-@dataclass(frozen=True)
-class Effects:
-    """What plans that are launched or replayed as one do to the ledger, and what a replay relies on. `plans`: how many
-    batches they plan · `locked`: what these lock, counted from the last batch before, where their tickets do not say it
-    · `distance`: of that batch from the oldest one in flight at the capture, and `before`: the ids that were locked
-    then · `records`: address of the table of rows without a slot, which batches in flight have to share."""
-
-    plans: int = 0
-    locked: tuple[Locked, ...] = ()
-    distance: int = 0
-    before: int = 0
-    records: int = 0
-
-
-NOTHING_PLANNED = Effects()
-ONE_PLAN = Effects(plans=1)
 
 
 class Begun(NamedTuple):

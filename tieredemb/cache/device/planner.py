@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tieredemb.cache.base import PlanKind
+from tieredemb.cache.device.effects import ONE_PLAN
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.ledger import ONE_PLAN, Begun, Ledger
+from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, Phase, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
