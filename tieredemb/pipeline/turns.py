@@ -12,6 +12,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.effects import Effects
+from tieredemb.cache.device.plan import Phase
 from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
@@ -51,18 +52,17 @@ class PlannedCall(Protocol):
 
 
 class PlanState(NamedTuple):
-    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
-    chosen once its rows are to come; None where none are left for later."""
+    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and at which phase its rows
+    are left for later; None where none are."""
 
     uncached: bool
-    deferred: bool | None
+    deferred: Phase | None
 
 
 def states_of(calls: list[PlannedCall]) -> list[PlanState]:
     tickets = [part.ticket for call in calls for part in call.parts]
     return [
-        PlanState(ticket.overflow.uncached, None if ticket.plan is None else ticket.plan.defers_places)
-        for ticket in tickets
+        PlanState(ticket.overflow.uncached, None if ticket.plan is None else ticket.plan.left_at) for ticket in tickets
     ]
 
 

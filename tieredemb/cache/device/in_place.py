@@ -83,7 +83,7 @@ class InPlace(Transfer):
                 self._side.mark()
                 plan.aside = self._side.run(plan.beside)
             plan.phase = Phase.PUBLISHED
-        if not plan.defers_places:  # `move` may be another capture's
+        if plan.left_at is Phase.PUBLISHED:  # `move` may be another capture's
             self._wait_aside(plan)
 
     def move(self, plan: BatchPlan) -> None:

@@ -218,16 +218,11 @@ class BatchPlan:
     host: HostPhase | None = None
 
     @property
-    def defers_places(self) -> bool:
-        """Of deferred rows: whether victims are chosen for later, too, and nothing changes hands before. Slots pass
-        over at once, unless rows may be left without one: then the cache may have no room for those of three batches,
-        and victims are chosen as late as can be, when fewer rows are locked."""
-        return self.uncached
-
-    @property
     def left_at(self) -> Phase:
-        """The phase at which deferred rows are left."""
-        return Phase.FOUND if self.defers_places else Phase.PUBLISHED
+        """The phase at which deferred rows are left. Slots pass over at once, unless rows may be left without one: then
+        the cache may have no room for those of three batches, and victims are chosen as late as can be, when fewer rows
+        are locked; nothing changes hands before."""
+        return Phase.FOUND if self.uncached else Phase.PUBLISHED
 
     @property
     def changing(self) -> Sequence[torch.Tensor]:

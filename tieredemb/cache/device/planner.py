@@ -146,7 +146,7 @@ class Planner:
             given.wait(current_stream())
         self.launches.find(keys, homes, missed, kind, overflow=overflow, may_arrive=plan.is_deferred)
         if plan.is_deferred:
-            if not plan.defers_places:
+            if plan.left_at is Phase.PUBLISHED:
                 self.transfer.place(plan, lag)
                 self.transfer.publish(plan)
             return ticket
