@@ -15,13 +15,16 @@ from tieredemb.cache.device.planner import Planner
 
 
 class Rows:
-    """A transfer that notes in `done` whose rows it has moved, those that are `missed`; it `fails` once with that."""
+    """A transfer that notes in `done` whose rows it has moved, those that are `missed`, and in `placed` which it has
+    given slots; it `fails` once with that."""
 
     def __init__(self):
-        self.done, self.fails = [], None
+        self.done, self.placed, self.fails = [], [], None
 
     def place(self, plan, lag):
-        pass
+        if plan.phase < Phase.PLACED:
+            self.placed.append(plan.missed.name)
+            plan.phase = Phase.PLACED
 
     def publish(self, plan):
         pass
@@ -51,10 +54,10 @@ class Books:
         self.done = self.rows.done
         self.planner = Planner(None, None, self.rows, ledger, None, order, None, threading.RLock())
 
-    def leave(self, name):
+    def leave(self, name, *, uncached=False):
         ticket = self.tickets[name] = PlannedBatch(len(self.tickets))
         missed = SimpleNamespace(name=name, have_moved=lambda: self.done.append(f"{name} forgotten"))
-        self.planner.leave(ticket, BatchPlan(None, missed, False, USE, None, is_deferred=True))
+        self.planner.leave(ticket, BatchPlan(None, missed, uncached, USE, None, is_deferred=True))
         assert not ticket.is_complete
         return ticket
 
@@ -131,6 +134,21 @@ def test_what_a_capture_has_launched_has_come_once_that_was_replayed(capturing):
     books.planner.finish_last(usable=True)
     assert books.done == ["before", "since"]
     assert books.planner.is_over
+
+
+def test_slots_are_given_once_after_a_capture_that_nobody_has_ended(capturing):
+    """What comes then begins with them, before it is to know of rows."""
+    books = Books()
+    books.leave("rows", uncached=True)
+    books.planner.begin_capture()
+    capturing[0] = True
+    books.planner.place_last()
+    capturing[0] = False
+    books.planner.place_last()
+    books.planner.publish_last()
+    books.planner.finish_last(usable=True)
+    assert books.rows.placed == ["rows", "rows"]  # by the capture, which has not run, and for good
+    assert books.done == ["rows"]
 
 
 def test_what_a_replay_has_brought_is_pending_no_more():
