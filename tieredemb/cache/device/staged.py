@@ -12,7 +12,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, places
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staging import ExpectedMisses, HostPhase, MissReports, PinnedRows, RowRoom
+from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
@@ -103,50 +103,48 @@ class Staged(Transfer):
     def start(self, plan: BatchPlan) -> None:
         if plan.host is not None:  # which is recorded
             number, *room = (word.data_ptr() for word in plan.host.words)
-            self._launch_start(plan, plan.host.expected, number, RowRoom(*room))
+            self._launch_start(plan, plan.host, number, RowRoom(*room))
             return
-        expected = self._expect(self._reports, plan.missed.n)
-        plan.host = HostPhase(self._reports, expected)
-        self._launch_start(plan, expected, expected.report.number, self._leaving.room)
+        self._end_gather()
+        plan.host = HostPhase(plan.missed.n, self._reports)
+        self._launch_start(plan, plan.host, plan.host.report.number, self._leaving.room)
         self.await_report(plan)
 
-    def _expect(self, reports: MissReports, n: int) -> ExpectedMisses:
-        """The report of the next plan, of `n` ids, which takes the place of those before."""
+    def _end_gather(self) -> None:
+        """Before a report takes the place of those before."""
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self._copies.finish()
-        return reports.expect(n)
 
-    def _launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
-        """Chooses what leaves, reports that and what is missed, to where it is `expected`, by `number`, and sends as
-        many of the rows that leave as there is `room` for."""
-        launches, missed, report = self._plan, plan.missed, expected.report
+    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, room: RowRoom) -> None:
+        """Chooses what leaves, reports that and what is missed, by `number`, and sends as many of the rows that leave
+        as there is `room` for."""
+        launches, missed = self._plan, plan.missed
         launches.choose(missed)
         launches.settle(plan.homes, missed, self.overflow(plan.uncached), commit=False)
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
-            report.words.data_ptr(), expected.flags.data_ptr(), number, launches.arrivals,
+            host.report.words.data_ptr(), host.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
         self._send(missed, room)
 
     def await_report(self, plan: BatchPlan) -> None:
         host = plan.host
         assert host is not None
-        report, host.gather, host.room = host.expected.report, None, None
-        report.event.record(current_stream())
+        host.gather = host.room = None
+        host.report.event.record(current_stream())
         self._gathers = plan.kind.ahead
         if plan.kind.ahead:
             host.room = rows = self._free_rows(0)
-            host.gather = self._copies.gather_when_reported(report, rows.weight, rows.state)
+            host.gather = self._copies.gather_when_reported(host.report, rows.weight, rows.state)
 
     def may_record(self) -> bool:
         return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
 
     def recording(self, ids: int) -> HostPhase:
-        reports = MissReports()
         with no_inference():
             words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=self._device)
-        return HostPhase(reports, reports.expect(ids), words.unbind())
+        return HostPhase(ids, MissReports(), words.unbind())
 
     def record_move(self, plan: BatchPlan, graph: Recording) -> None:
         assert plan.host is not None
@@ -162,13 +160,14 @@ class Staged(Transfer):
     def expect(self, plan: BatchPlan) -> list[int]:
         host = plan.host
         assert host is not None
-        host.expected = self._expect(host.reports, plan.missed.n)
-        return [host.expected.report.number, *self._leaving.room]
+        self._end_gather()
+        host.expect()
+        return [host.report.number, *self._leaving.room]
 
     def move(self, plan: BatchPlan) -> None:
         launches, missed, host = self._plan, plan.missed, plan.host
         assert host is not None
-        sent, misses = host.expected.report.event, host.expected.read()
+        sent, misses = host.report.event, host.read()
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
             self._send(missed, self._leaving.room)
