@@ -285,7 +285,6 @@ class DeviceCache(Cache):
         if recorded is not None:
             plan = recorded.rebind()
             self.transfer.await_report(plan)
-            plan.place = self._order.place()
             self._planner.leave(ticket, plan)
             self._order.after_plan()
 

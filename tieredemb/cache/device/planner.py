@@ -158,14 +158,16 @@ class Planner:
         if self.recording is not None:
             ticket.plan = plan
         elif plan.phase is not Phase.MOVED:
-            plan.place = self.order.place()
             self.leave(ticket, plan)
         return ticket
 
     def leave(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
-        """The rows of `ticket` come later, by `finish_last`."""
+        """The rows of `ticket` come later, by `finish_last`: on the stream of who asks for them if they are deferred,
+        else where the plan is made."""
         if plan.is_deferred:
             ticket.plan = plan
+        else:
+            plan.place = self.order.place()
         ticket.is_complete = False
         self.unfinished[ticket] = plan
 
