@@ -41,11 +41,11 @@ class Run:
     def plan(self, number, keys, way):
         """`way`: when the rows of the batch before come."""
         planner = self.cache._planner
-        held = []
+        held = {}
         if way == BESIDE:  # it may be found before its rows come, which this makes sure of
             self.cache.place_last()
             self.cache.publish_last()
-            held, planner.unfinished = planner.unfinished, []
+            held, planner.unfinished = planner.unfinished, {}
         homes = torch.full((IDS,), -1, dtype=torch.int32, device=self.device)
         with contextlib.nullcontext() if way == AT_ONCE else self.cache.defer_rows(self.later[number % 2]):
             ticket = self.cache.plan(keys.to(self.device), homes)
@@ -54,10 +54,10 @@ class Run:
             self.cache.complete_last()
             planner.unfinished = behind
         if way == TWICE:
-            planner.note_capture()
-            noted, planner.captured = planner.captured, []
+            left = planner.unfinished.copy()
             self.cache.complete_last()
-            planner.captured = noted  # of a capture that nobody has seen replayed
+            planner.unfinished = left
+            planner.begin_capture()  # which nobody has seen replayed
             self.cache.complete_last()
             assert planner.is_over
         if self.last is not None:

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger
+from tieredemb.cache.device.effects import NOTHING_PLANNED, ONE_PLAN
+from tieredemb.cache.device.ledger import Ledger
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.errors import StorageError
 
@@ -22,7 +23,7 @@ class PlainFlight(Flight):
 class LedgerMachine(RuleBasedStateMachine):
     """Plans, releases, holds, captures and replays in any order. The model: `batches`, what each number has locked ·
     `flights`: those in flight · `holds`: each with the oldest batch that it keeps locked · `eager`: the last batch
-    planned outside a capture · `steps`: captured ones, as `Replays` and what the model expects of them."""
+    planned outside a capture · `steps`: captured ones, as `Effects` and what the model expects of them."""
 
     @initialize(window=st.sampled_from([0, 0, 1, 3]), start=st.sampled_from([0, 1000]))
     def begins(self, window, start):
@@ -54,20 +55,20 @@ class LedgerMachine(RuleBasedStateMachine):
         """A batch begins."""
         begun = self.ledger.begin(captured=captured)
         assert begun.number == self.last + 1
-        assert begun.oldest == self.oldest(begun.number)
-        assert (begun.locked, begun.uncached) == self.locked(begun.oldest)
-        assert begun.lag == begun.number - begun.oldest
+        oldest = self.oldest(begun.number)
+        assert begun.lag == begun.number - oldest
+        assert (begun.locked, begun.uncached) == self.locked(oldest)
         return begun
 
     def counts(self, begun):
-        self.ledger.count(begun)
+        assert self.ledger.count(ONE_PLAN, captured=begun.captured) == begun.number - 1
         self.last = begun.number
         if not begun.captured:
             self.eager = begun.number
 
     def opens(self, begun, ids, uncached):
         flight = PlainFlight(begun.number, self.book)
-        self.ledger.open(flight, ids, uncached)
+        self.book.open(flight, ids, uncached)
         self.flights[begun.number], self.batches[begun.number] = flight, (ids, uncached)
 
     @rule(ids=st.integers(1, 9), uncached=st.booleans(), fails=st.sampled_from(["", "", "", "early", "late"]))
@@ -126,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ended = self.some(data)
         others = any(batch <= self.eager for batch in self.flights if batch not in ended)
         first, reach = self.last, self.reach(ended)
-        replays = self.ledger.begin_capture(ended)
+        self.ledger.begin_capture(ended)
         for ids, uncached in plans:
             begun = self.plans(captured=True)
             with pytest.raises(StorageError, match="from before is in flight") if others else contextlib.nullcontext():
@@ -137,13 +138,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.over()
         for batch in () if fails else ended:
             self.flights.pop(batch).release()
-        self.ledger.end_capture(replays)
+        effects = self.ledger.end_capture()
         locked = tuple((number - first, *what) for number, what in self.batches.items() if number > first)
-        assert (replays.plans, replays.locked) == (self.last - first, locked)
-        assert (replays.distance, replays.before) == reach
+        assert (effects.plans, effects.locked) == (self.last - first, locked)
+        assert (effects.distance, effects.before) == reach
         assert not locked or locked[0][0] == 1  # batches are counted from the last one before
         if not fails:
-            self.steps.append((replays, locked, reach))
+            self.steps.append((effects, locked, reach))
 
     @rule(ids=st.integers(1, 9))
     def capture_alone(self, ids):
@@ -163,22 +164,22 @@ class LedgerMachine(RuleBasedStateMachine):
         ended = self.some(data)
         last = None if is_last is None else self.last - (not is_last)
         step = data.draw(st.sampled_from([None, *self.steps, *self.steps[-1:]]))
-        replays, locked, (distance, before) = step or (NOTHING_PLANNED, (), (0, 0))
+        effects, locked, (distance, before) = step or (NOTHING_PLANNED, (), (0, 0))
         expected = set(self.flights) <= ended and is_last is not False
         if step:
             expected &= all(now <= then for now, then in zip(self.reach(ended), (distance, before), strict=True))
-        assert self.ledger.may_replay(ended, last, replays) == expected
+        assert self.ledger.may_replay(ended, last, effects) == expected
         if not expected:
             return
         first = self.last
-        assert self.ledger.replayed(replays) == first
-        self.last = self.eager = first + replays.plans
+        assert self.ledger.count(effects) == first
+        self.last = self.eager = first + effects.plans
         self.batches |= {first + number: what for number, *what in locked}
         for batch in ended:
             self.flights.pop(batch).release()
         for number, *_ in locked:
             self.flights[first + number] = PlainFlight(first + number, self.book)
-            self.ledger.open(self.flights[first + number])
+            self.book.open(self.flights[first + number])
 
     @invariant()
     def agrees(self):
@@ -195,13 +196,13 @@ def test_a_hold_amid_a_plan_keeps_what_is_being_planned():
     """The thread that plans ahead may come before the batch is in flight."""
     book = TicketBook()
     ledger = Ledger(book)
-    begun = ledger.begin()
-    ledger.count(begun)
+    ledger.begin()
+    ledger.count(ONE_PLAN)
     hold = ledger.hold()
     ledger.over()
-    assert ledger.begin().oldest == begun.number
+    assert ledger.begin().lag == 1
     hold.release()
-    assert ledger.begin().oldest == begun.number + 1
+    assert ledger.begin().lag == 0
 
 
 def test_a_plan_finds_locked_what_was_released_since_its_hold():
@@ -211,9 +212,9 @@ def test_a_plan_finds_locked_what_was_released_since_its_hold():
     flights = []
     for _ in range(3):
         begun = ledger.begin()
-        ledger.count(begun)
+        ledger.count(ONE_PLAN)
         flights.append(PlainFlight(begun.number, book))
-        ledger.open(flights[-1], 1)
+        book.open(flights[-1], 1)
         ledger.over()
     flights[0].release()
     hold = ledger.hold()
@@ -234,15 +235,15 @@ def test_a_step_is_replayed_over_no_more_than_was_locked_at_its_capture(ids, mor
 
     def plan(ids):
         begun = ledger.begin()
-        ledger.count(begun)
+        ledger.count(ONE_PLAN)
         flight = PlainFlight(begun.number, book)
-        ledger.open(flight, ids)
+        book.open(flight, ids)
         ledger.over()
         return flight
 
     flight = plan(5)
-    replays = ledger.begin_capture([flight.batch])
-    ledger.end_capture(replays)
+    ledger.begin_capture([flight.batch])
+    effects = ledger.end_capture()
     flight.release()
     flights = [plan(ids), *(plan(0) for _ in range(more))]
-    assert ledger.may_replay([flight.batch for flight in flights], None, replays) == (ids <= 5 and not more)
+    assert ledger.may_replay([flight.batch for flight in flights], None, effects) == (ids <= 5 and not more)

@@ -8,29 +8,40 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tieredemb.cache.base import USE
 from tieredemb.cache.device import planner as planner_file
+from tieredemb.cache.device.plan import BatchPlan, Phase
 from tieredemb.cache.device.planner import Planner
-from tieredemb.cache.device.transfer import DeferredTransfer
 
 
-class Later(DeferredTransfer):
-    """Notes in `done` what is asked of it, by its `name`; `fails` once with that in `finish`."""
+class Rows:
+    """A transfer that notes in `done` whose rows it has moved, those that are `missed`, and in `placed` which it has
+    given slots; it `fails` once with that."""
 
-    def __init__(self, name, done, fails=None):
-        self.name, self.done, self.fails = name, done, fails
-        self._missed = SimpleNamespace(have_moved=lambda: done.append(f"{name} forgotten"))
+    def __init__(self):
+        self.done, self.placed, self.fails = [], [], None
 
-    missed = property(lambda self: self._missed)
-    defers_places = property(lambda self: False)
+    def place(self, plan, lag):
+        if plan.phase < Phase.PLACED:
+            self.placed.append(plan.missed.name)
+            plan.phase = Phase.PLACED
 
-    def finish(self):
+    def publish(self, plan):
+        pass
+
+    def move(self, plan):
         fails, self.fails = self.fails, None
         if fails is not None:
             raise fails
-        self.done.append(self.name)
+        self.done.append(plan.missed.name)
+        plan.phase = Phase.MOVED
 
-    def rebind(self):
-        return Later(f"{self.name} again", self.done)
+
+class PlannedBatch:
+    """A ticket."""
+
+    def __init__(self, batch):
+        self.batch, self.is_complete, self.failed, self.plan, self.ready = batch, True, False, None, None
 
 
 class Books:
@@ -39,13 +50,14 @@ class Books:
     def __init__(self):
         order = SimpleNamespace(whole=lambda: None, planned=lambda: None, touched=lambda: None)
         ledger = SimpleNamespace(lag_of=lambda batch: 1)
-        self.planner = Planner(None, None, None, ledger, None, order, None, threading.RLock())
-        self.done, self.tickets = [], {}
+        self.rows, self.tickets = Rows(), {}
+        self.done = self.rows.done
+        self.planner = Planner(None, None, self.rows, ledger, None, order, None, threading.RLock())
 
-    def leave(self, name, **keywords):
-        ticket = SimpleNamespace(batch=len(self.tickets), is_complete=True, failed=False, deferred=None, ready=None)
-        self.tickets[name] = ticket
-        self.planner.leave(ticket, Later(name, self.done, **keywords))
+    def leave(self, name, *, uncached=False):
+        ticket = self.tickets[name] = PlannedBatch(len(self.tickets))
+        missed = SimpleNamespace(name=name, have_moved=lambda: self.done.append(f"{name} forgotten"))
+        self.planner.leave(ticket, BatchPlan(None, missed, uncached, USE, None, is_deferred=True))
         assert not ticket.is_complete
         return ticket
 
@@ -72,7 +84,7 @@ def test_rows_come_whatever_is_suspect():
 
 def test_what_is_interrupted_stays_pending():
     books = Books()
-    ticket = books.leave("rows", fails=KeyboardInterrupt())
+    ticket, books.rows.fails = books.leave("rows"), KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         books.planner.finish_last(usable=True)
     assert not books.planner.is_over
@@ -81,24 +93,62 @@ def test_what_is_interrupted_stays_pending():
     assert books.done == ["rows"]
 
 
-def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(monkeypatch):
+@pytest.fixture
+def capturing(monkeypatch):
+    """Whether a capture is under way: in its one place."""
+    now = [False]
+    monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return now
+
+
+def test_what_a_capture_has_launched_is_pending_again_where_that_was_given_up(capturing):
     """In front of what the capture has left, until somebody has seen its replay."""
-    books, capturing = Books(), [True]
-    monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    books = Books()
     ticket = books.leave("before")
-    books.planner.note_capture()
-    books.planner.finish_last(usable=True)
+    books.planner.begin_capture()
+    capturing[0] = True
+    for _ in range(2):  # amid the capture it is launched once, and has not come
+        books.planner.finish_last(usable=True)
+        assert books.done == ["before"]
+        assert not ticket.is_complete
     books.leave("since")
-    assert ticket.is_complete
-    books.planner.restore()  # amid the capture that is nothing
-    assert books.done == ["before"]
     capturing[0] = False
-    books.planner.restore()
-    assert not ticket.is_complete
+    books.planner.end_capture()
     books.planner.finish_last(usable=True)
-    assert books.done == ["before", "before again", "since"]
+    assert books.done == ["before", "before", "since"]
     assert ticket.is_complete
     assert books.planner.is_over
+
+
+def test_what_a_capture_has_launched_has_come_once_that_was_replayed(capturing):
+    books = Books()
+    before = books.leave("before")
+    books.planner.begin_capture()
+    capturing[0] = True
+    books.planner.finish_last(usable=True)
+    since = books.leave("since")
+    capturing[0] = False
+    books.planner.end_capture(ran=True)
+    assert before.is_complete
+    assert not since.is_complete
+    books.planner.finish_last(usable=True)
+    assert books.done == ["before", "since"]
+    assert books.planner.is_over
+
+
+def test_slots_are_given_once_after_a_capture_that_nobody_has_ended(capturing):
+    """What comes then begins with them, before it is to know of rows."""
+    books = Books()
+    books.leave("rows", uncached=True)
+    books.planner.begin_capture()
+    capturing[0] = True
+    books.planner.place_last()
+    capturing[0] = False
+    books.planner.place_last()
+    books.planner.publish_last()
+    books.planner.finish_last(usable=True)
+    assert books.rows.placed == ["rows", "rows"]  # by the capture, which has not run, and for good
+    assert books.done == ["rows"]
 
 
 def test_what_a_replay_has_brought_is_pending_no_more():

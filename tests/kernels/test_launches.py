@@ -25,7 +25,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
 from tieredemb.cache.device.moves import RowMoves
-from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, Phase
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU, Normal
 from tieredemb.errors import InvalidInputError
@@ -492,7 +492,9 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     homes, missed = torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     launched.clear()
     for ahead in (False, True):  # nothing is left to be done later
-        assert transfer.start(BatchPlan(homes, missed, False, PlanKind(ahead=ahead), None)).is_finished
+        plan = BatchPlan(homes, missed, False, PlanKind(ahead=ahead), None)
+        transfer.start(plan)
+        assert plan.phase is Phase.MOVED
     assert launched == 2 * ["missed_place", "missed_settle", "rows_swap", "rows_generate"]
     transfer.load(torch.arange(5), torch.arange(5, dtype=torch.int32))
     ((first_key, first_slot, rows),) = hot.resident

@@ -284,7 +284,7 @@ def test_rows_that_are_being_written_are_there_before_the_storage_is_used_otherw
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageFullError])
 @pytest.mark.parametrize(
-    "where", [(staging.ExpectedMisses, "read"), (staged_rows.Staged, "_gather"), (RowCopies, "reserve")]
+    "where", [(staging.HostPhase, "read"), (staged_rows.Staged, "_gather"), (RowCopies, "reserve")]
 )
 def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(
     gpu, monkeypatch, planned_here, tmp_path, where, error

@@ -18,7 +18,6 @@ import tieredemb as te
 from tieredemb.cache.device.plan import Records
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.staged import Staged
-from tieredemb.cache.device.staged_transfer import RecordedStaged
 from tieredemb.errors import StorageFullError
 from tieredemb.pipeline.plan_executors import WorkerExecutor
 from tieredemb.step.recorded_plans import RecordedPlans
@@ -98,13 +97,13 @@ def test_prefetch_of_a_gpu_that_lags_behind_the_host(monkeypatch, replays, made,
 def test_rows_without_a_slot(monkeypatch, replays, made):
     """A replayed plan finds some, whose second half is launched then; while there are any, plans are."""
     halves = []
-    launch_finish = Staged.launch_finish
+    launch = Staged._launch_move
 
     def heard(self, plan, count, weight, state, new=0):
         halves.append(new)
-        launch_finish(self, plan, count, weight, state, new)
+        launch(self, plan, count, weight, state, new)
 
-    monkeypatch.setattr(Staged, "launch_finish", heard)
+    monkeypatch.setattr(Staged, "_launch_move", heard)
 
     def run():
         bag, outputs = made(60), []
@@ -126,14 +125,14 @@ def test_to_ask_what_a_plan_would_depend_on_changes_nothing(made):
     bag = made(60)
     bag(torch.arange(100, device="cuda")[:, None]).square().sum().backward()
     cache = bag.tables.groups[0].cache
-    uncached, batch = cache._transfer._uncached, cache.last
+    uncached, batch = cache.transfer._uncached, cache.last
     assert uncached == 40
     with cache.plan_lock, cache.lock:
         assert cache.next_plan(5) is None
-    assert (cache._transfer._uncached, cache.last) == (uncached, batch)
+    assert (cache.transfer._uncached, cache.last) == (uncached, batch)
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
-    assert cache._transfer._uncached == 0
+    assert cache.transfer._uncached == 0
     bag.close()
 
 
@@ -279,7 +278,7 @@ def test_an_interrupt_between_the_halves_loses_nothing(monkeypatch, replays, mad
 
         return call
 
-    places = [(RecordedStaged, "expect"), (RecordedStaged, "begun"), (Staged, "finish"), (RowCopies, "gather")]
+    places = [(Staged, "expect"), (Staged, "await_report"), (Staged, "move"), (RowCopies, "gather")]
     methods = [getattr(*place) for place in places]
     for place, method in zip(places, methods, strict=True):
         monkeypatch.setattr(*place, interrupted(method))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, c
 import torch
 
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import Replays
+from tieredemb.cache.device.effects import Effects
+from tieredemb.cache.device.plan import Phase
 from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
@@ -40,8 +41,8 @@ class PlannedCall(Protocol):
     @property
     def memory(self) -> Any: ...
 
-    def rebind(self, batches: Sequence[int]) -> PlannedCall:
-        """What a replay has planned to the same memory, as `batches` of the caches of its parts."""
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> PlannedCall:
+        """What a replay has planned to the same memory, with the `tickets` of its parts."""
 
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""
@@ -51,35 +52,29 @@ class PlannedCall(Protocol):
 
 
 class PlanState(NamedTuple):
-    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
-    chosen once its rows are to come; None where none are left for later."""
+    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and at which phase its rows
+    are left for later; None where none are."""
 
     uncached: bool
-    deferred: bool | None
+    deferred: Phase | None
 
 
 def states_of(calls: list[PlannedCall]) -> list[PlanState]:
     tickets = [part.ticket for call in calls for part in call.parts]
     return [
-        PlanState(ticket.overflow.uncached, None if ticket.deferred is None else ticket.deferred.defers_places)
-        for ticket in tickets
+        PlanState(ticket.overflow.uncached, None if ticket.plan is None else ticket.plan.left_at) for ticket in tickets
     ]
 
 
 @dataclass(frozen=True)
 class StepGraph(Generic[R]):
-    """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `replays`:
-    what it does to each cache's book · `offsets`: of the batches that it plans, for each forward and group, from the
-    last one before · `brings`: whether it brings in what is pending, in each cache · `completes`: what it plans and
-    leaves nothing of for later, for each forward and group · `states`: of the plans that it uses · `memories`: where
-    those and the ones that it makes are, by arenas · `made`: these, as they were captured."""
+    """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `effects`: on
+    the books of each cache · `states`: of the plans that it uses · `memories`: where those and the ones that it makes
+    are, by arenas · `made`: these, as they were captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
-    replays: list[Replays]
-    offsets: list[list[int]]
-    brings: list[bool]
-    completes: list[list[bool]]
+    effects: list[Effects]
     states: list[PlanState]
     memories: list[list[Any]]
     made: tuple[list[PlannedCall], list[PlannedGroup]]
@@ -89,7 +84,7 @@ class StepGraph(Generic[R]):
         knows of. Else it has to be captured anew."""
         if any(arena.memories != memories for arena, memories in zip(arenas, self.memories, strict=True)):
             return False
-        return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
+        return not any(cache.outgrew(each) for cache, each in zip(caches, self.effects, strict=True))
 
     def knows(self, calls: list[PlannedCall]) -> bool:
         """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
@@ -189,19 +184,16 @@ class Arena(Generic[R]):
         """Those forwards that could be planned."""
         return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
-    def rebind_plans(self, graph: StepGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
-        """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
-        nothing of for later."""
-        self._planned, complete = [], []
+    def rebind_plans(self, graph: StepGraph[R], opened: dict[DeviceCache, list[DeviceTicket]]) -> None:
+        """A replay is about to plan them, as the batches that it has `opened` in each cache."""
+        self._planned = []
         calls, launched = self._calls, self._launched = graph.made
-        for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
-            batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            rebound = call.rebind(batches)
+        tickets = {cache: iter(each) for cache, each in opened.items()}
+        for call, (among, each) in zip(calls, launched, strict=True):
+            rebound = call.rebind([next(tickets[part.group.cache]) for part in call.parts])
             planned = each.rebind(cast("Call", rebound))
             among.add(planned)
             self._planned.append((among, planned))
-            complete += [part.ticket for part, is_over in zip(rebound.parts, ends, strict=True) if is_over]
-        return complete
 
     def over(self) -> None:
         """A replay has computed the batch."""

@@ -50,7 +50,7 @@ import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import NOTHING_PLANNED
+from tieredemb.cache.device.effects import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.collectives import hold
@@ -162,7 +162,7 @@ class Ring(Generic[R]):
                 self._left <= 0
                 and (computing.graph is None or (knows and agreement is not None))  # with ranks that have no graph
                 # all is there that the step before has left, which this one is to bring in
-                and self._pending == [len(cache.unfinished()) for cache in self._books]
+                and self._pending == [cache.unfinished for cache in self._books]
                 and not step.accumulates()
             ):
                 could |= CAPTURES
@@ -199,10 +199,10 @@ class Ring(Generic[R]):
         caches = self._step.caches
         if computing.graph is not None and not computing.graph.fits(self._arenas, caches):
             computing.graph = None
-        replays = [NOTHING_PLANNED] * len(caches) if computing.graph is None else computing.graph.replays
-        last: list[int] | list[None] = [None] * len(replays) if self._last is None else self._last
-        each = zip(caches, last, replays, strict=True)
-        fresh = [cache.may_replay(_tickets(known, cache), number, does) for cache, number, does in each]
+        effects = [NOTHING_PLANNED] * len(caches) if computing.graph is None else computing.graph.effects
+        last: list[int] | list[None] = [None] * len(caches) if self._last is None else self._last
+        each = zip(caches, last, effects, strict=True)
+        fresh = [cache.may_replay(_tickets(known, cache), number, its) for cache, number, its in each]
         return self._last is not None and bool(known) and all(fresh)
 
     def _knows(self, computing: Arena[R], graph: StepGraph[R], known: list[PlannedCall]) -> bool:
@@ -383,11 +383,10 @@ class Ring(Generic[R]):
         computing.graph = None  # of several ranks, of which another has none
         for call in known:
             call.arrive()  # nothing inside may wait for what is outside
-        first = {cache: cache.last for cache in books}
-        pending = [cache.unfinished() for cache in books]
         try:
             with ExitStack() as caches:
-                replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in books]
+                for cache in books:
+                    caches.enter_context(cache.capturing(_tickets(known, cache)))
                 pools = (arena.graph.graph.pool() for arena in arenas if arena.graph is not None)
                 with (
                     step.on_buffers(),
@@ -400,32 +399,25 @@ class Ring(Generic[R]):
             planned = planning.calls()
             for call in (*planned, *known):
                 call.has_arrived()
-            offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
             if self._agreement is not None:  # raises where another has failed
                 self._agreement.agree(CAPTURES << self.reach, step=step.number)
             graph.replay()
-            for cache in books:
-                cache.end_capture(ran=True)
+            effects = [cache.end_capture(_tickets(planned, cache)) for cache in books]
         except BaseException as error:
             for cache in books:
-                cache.end_capture(ran=False)
+                cache.give_up_capture()
             for call in (*planning.made(), *known):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
             self._tell(error)
             raise
-        for cache in books:
-            cache.replayed(NOTHING_PLANNED)
         if planned or not self.reach:  # else another thread has given them up
             computing.graph = StepGraph(
                 graph=graph,
                 result=result,
-                replays=replays,
-                offsets=offsets,
-                brings=[bool(each) and all(came.ticket.is_complete for came in each) for each in pending],
-                completes=[[part.ticket.is_complete for part in call.parts] for call in planned],
+                effects=effects,
                 states=states_of(known),
                 memories=[arena.memories for arena in arenas],
                 made=planning.made_last,
@@ -449,8 +441,8 @@ class Ring(Generic[R]):
         step, books, computing, planning = self._step, self._books, arenas[0], arenas[-1]
         graph = computing.graph
         assert graph is not None
-        for cache, brings in zip(books, graph.brings, strict=True):
-            if not brings:
+        for cache, effects in zip(books, graph.effects, strict=True):
+            if not effects.brings:
                 cache.complete_last()
         for call in known:
             call.arrive()
@@ -462,9 +454,11 @@ class Ring(Generic[R]):
             graph.graph.replay()
             return graph.result
         try:
-            # on the books before it is launched: what a launch that never came has left pending moves nothing
-            first = {cache: cache.replayed(does) for cache, does in zip(books, graph.replays, strict=True)}
-            came = planning.rebind_plans(graph, first) + [part.ticket for call in known for part in call.parts]
+            opened = {cache: cache.apply(effects) for cache, effects in zip(books, graph.effects, strict=True)}
+            planning.rebind_plans(graph, opened)
+            came = [part.ticket for call in known for part in call.parts]
+            for cache, effects in zip(books, graph.effects, strict=True):
+                came += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
             graph.graph.replay()
             for cache in books:
                 cache.rows_arrived(came)
@@ -478,7 +472,7 @@ class Ring(Generic[R]):
     def _leave(self) -> None:
         """A step is over, and has left batches in flight."""
         self._last = [cache.last for cache in self._books]
-        self._pending = [len(cache.unfinished()) for cache in self._books]
+        self._pending = [cache.unfinished for cache in self._books]
 
 
 @contextmanager

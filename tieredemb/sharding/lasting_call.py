@@ -23,6 +23,7 @@ from tieredemb.step.shallow import shallow_copy
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.sharding.captures import Captures
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
@@ -128,9 +129,9 @@ class LastingCall(ShardedCall):
         """What each cache has planned of it."""
         return [part for plan in self._plans for part in plan.parts]
 
-    def rebind(self, batches: Sequence[int]) -> LastingCall:
-        """The call that a replay has planned to where this one was, as `batches` of the caches of its parts."""
-        call, its = shallow_copy(self), iter(batches)
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> LastingCall:
+        """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
+        call, its = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call._bags = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._bags)])
         call._requests = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._requests)])

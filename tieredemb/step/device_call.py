@@ -257,16 +257,11 @@ class DeviceCall(Call):
             part.ticket.ready = None
         self.memory.joined()
 
-    def rebind(self, batches: Sequence[int]) -> DeviceCall:
-        """The call that a replay has planned to where this one was, as `batches` of its groups' caches."""
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> DeviceCall:
+        """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call.parts = [
-            part.rebind(
-                part.group.cache.rebind(batch, part.ticket.homes, part.ticket.overflow, deferred=part.ticket.deferred)
-            )
-            for part, batch in zip(self.parts, batches, strict=True)
-        ]
+        call.parts = [part.rebind(ticket) for part, ticket in zip(self.parts, tickets, strict=True)]
         call.tells_later = True
         return call
 

@@ -39,6 +39,7 @@ from tieredemb.step.program import NUMBERS, Call, CallContext, Shareable
 from tieredemb.tables.pool import Member, Pool, Selection
 
 if TYPE_CHECKING:
+    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Given
     from tieredemb.tables.row_optimizer import RowOptimizer
@@ -150,9 +151,9 @@ class Forwards(Shareable):
         """Nothing need wait for what was planned ahead any more."""
         self.call.has_arrived()  # type: ignore[attr-defined]
 
-    def rebind(self, batches: Sequence[int]) -> Forwards:
-        """Those that a replay has planned to where these were, as `batches` of the caches of their parts."""
-        return Forwards(self.call.rebind(batches), self.contexts)  # type: ignore[attr-defined]
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> Forwards:
+        """Those that a replay has planned to where these were, with the `tickets` of their parts."""
+        return Forwards(self.call.rebind(tickets), self.contexts)  # type: ignore[attr-defined]
 
     def share(self, number: int, given: Given) -> Forward | None:
         if self.call.planned_inputs is not None:

@@ -31,8 +31,9 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.cache.device.cache import NextPlan
+from tieredemb.cache.device.effects import Effects, Opened
+from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.planner import MOST_IDS
-from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.inference import no_inference
@@ -239,21 +240,26 @@ class RecordedPlan:
             if form.stacked >= 0 and call.stack is not None:
                 self._row = torch.empty_like(call.stack.row)
                 call.stack = replace(call.stack, row=self._row)
-        self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(form.following, groups, strict=True)]
+        self._overflow = [
+            group.cache.transfer.overflow(plan.uncached) for plan, group in zip(form.following, groups, strict=True)
+        ]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
         self._lookup: Recording | None = None  # where that is no part of the plan's graph
         outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
-        self._transfers = self._record(call, form, blocks, outs)
-        for transfer in self._transfers:
-            if transfer is not None:
-                transfer.record_finish(self._new_graph())
+        self._plans = self._record(call, form, blocks, outs)
+        for group, plan in zip(groups, self._plans, strict=True):
+            if plan is not None:
+                group.cache.transfer.record_move(plan, self._new_graph())
         self._run(blocks, outs, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
-        self._homes = [part.ticket.homes for part in call.parts]
-        for group, part in zip(groups, call.parts, strict=True):
-            group.cache.replayed_first(part.ticket)
+        self._effects = [
+            Effects(plans=1, opens=(Opened(1, part.ticket.homes, overflow),))
+            for part, overflow in zip(call.parts, self._overflow, strict=True)
+        ]
+        for group, part, plan in zip(groups, call.parts, self._plans, strict=True):
+            group.cache.begun(part.ticket, plan)
         self._hand_over(call, outs)
 
     def _new_graph(self) -> Recording:
@@ -265,8 +271,8 @@ class RecordedPlan:
 
     def _record(
         self, call: DeviceCall, form: Form, blocks: Blocks, outs: list[torch.Tensor] | None
-    ) -> list[RecordedTransfer | None]:
-        """Returns the transfer of each group whose rows pass through the host."""
+    ) -> list[BatchPlan | None]:
+        """Returns the plan of each group whose rows pass through the host."""
         given = []
         for (ids, edges), count, read in zip(blocks, self._counts, self._ids or repeat(None), strict=False):
             offsets = edges.offsets
@@ -275,18 +281,17 @@ class RecordedPlan:
             given.append((ids if read is None else read, replace(edges, offsets=offsets, ids=count.data_ptr())))
         changing = self._changing(given, outs)
         with ExitStack() as inside:
-            transfers = [
-                inside.enter_context(group.cache.recording(plan, n))
-                for group, plan, n in zip(self._groups, form.following, call.ids_in(self._groups), strict=True)
-            ]
+            for group, next_plan, n in zip(self._groups, form.following, call.ids_in(self._groups), strict=True):
+                inside.enter_context(group.cache.recording(next_plan, n))
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, given, form.kind)
             if outs is not None:
                 call.look_up(outs, None, keep_argmax=False, keep_rows=False)
             for part in call.parts:
                 part.join()
-            changing += [word.data_ptr() for each in transfers if each is not None for word in each.changing]
-        return transfers
+            plans = [part.ticket.plan for part in call.parts]
+            changing += [word.data_ptr() for plan in plans if plan is not None for word in plan.changing]
+        return plans
 
     def _changing(self, blocks: Blocks, outs: Sequence[torch.Tensor] | None) -> list[int]:
         """The arguments of the graph that change: how many ids there are, where inputs are that it has no copies of,
@@ -324,19 +329,21 @@ class RecordedPlan:
         if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
             offsets = offsets.to(torch.int64).contiguous()
         outs = self._new_outputs() if self._pools else None
-        batches = [group.cache.count_next() for group in self._groups]
-        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
-        self._run(call.blocks_of(ids, edges), outs, batch.stack)
         counts = call.counts()
         if len(counts) < len(self._groups):  # all look among the same ids
             counts *= len(self._groups)
-        call.parts = [
-            part.rebind(group.cache.rebind(number, homes, overflow, ids=ids))
-            for group, part, number, homes, overflow, ids in zip(
-                self._groups, self._parts, batches, self._homes, self._overflow, counts, strict=True
-            )
+        tickets = [
+            ticket
+            for group, effects, n in zip(self._groups, self._effects, counts, strict=True)
+            for ticket in group.cache.apply(effects, n)
         ]
+        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
+        self._run(call.blocks_of(ids, edges), outs, batch.stack)
+        call.parts = [part.rebind(ticket) for part, ticket in zip(self._parts, tickets, strict=True)]
         call.memory = self._memory
+        for group, part, plan in zip(self._groups, call.parts, self._plans, strict=True):
+            if plan is not None:
+                group.cache.begun(part.ticket, plan)
         self._hand_over(call, outs)
 
     def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None:
@@ -362,8 +369,8 @@ class RecordedPlan:
         """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
-            for part, transfer, before in zip(call.parts, self._transfers, self._overflow, strict=True)
-            if transfer is not None and before.uncached
+            for part, plan, before in zip(call.parts, self._plans, self._overflow, strict=True)
+            if plan is not None and before.uncached
         )
 
     def _record_lookup(self, call: DeviceCall, outs: list[torch.Tensor]) -> Recording:
@@ -382,16 +389,13 @@ class RecordedPlan:
         for copy, (ids, _) in zip(self._ids or (), blocks, strict=False):
             copy_on_device(copy[: ids.shape[0]], ids)
         now = self._changing(blocks, outs)
-        for transfer in self._transfers:
-            if transfer is not None:
-                now += transfer.expect()
+        for group, plan in zip(self._groups, self._plans, strict=True):
+            if plan is not None:
+                now += group.cache.transfer.expect(plan)
         self._graph.replay(now)
 
     def _hand_over(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
-        """Behind a replay: `call` has what that has planned, and rows that pass through the host are on their way."""
-        for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
-            if transfer is not None:
-                group.cache.begun(part.ticket, transfer)
+        """Behind a replay: `call` has what that has planned."""
         call.pooled, call.recorded = outs, self
         call.source = self if self._pools_later else None
         self._batches = [part.ticket.batch for part in call.parts]
@@ -401,6 +405,6 @@ class RecordedPlan:
 
     def size_bytes(self) -> int:
         """Of what it plans into, and copies."""
-        reports = sum(transfer.size_bytes() for transfer in self._transfers if transfer is not None)
+        kept = sum(plan.size_bytes() for plan in self._plans if plan is not None)
         held = *self._memory.tensors(), self._row
-        return reports + sum(each.nbytes for each in held if each is not None)
+        return kept + sum(each.nbytes for each in held if each is not None)

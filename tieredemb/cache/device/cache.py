@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,16 +20,17 @@ import torch
 
 from tieredemb.cache.base import USE, Cache, PlanKind
 from tieredemb.cache.changes import Part
+from tieredemb.cache.device.effects import NOTHING_PLANNED, Effects, Opened
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.key_ranges import KeyRanges
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
+from tieredemb.cache.device.ledger import Ledger
 from tieredemb.cache.device.moves import RowMoves
-from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
-from tieredemb.cache.device.planner import DeferredRows, Planner, Unfinished
+from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
+from tieredemb.cache.device.planner import DeferredRows, Planner
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import DeferredTransfer, RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
@@ -92,6 +94,7 @@ class DeviceCache(Cache):
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
         self._ledger = Ledger(self._book, lock_window)
+        self._captured = NOTHING_PLANNED  # what replays do of the step that was captured last
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
             cold.attach(device)
@@ -101,17 +104,17 @@ class DeviceCache(Cache):
             self._plan = DevicePlan(self.hot, self.scoring, device, clients)
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
-            self._transfer = self._make_transfer()
+            self.transfer = self._make_transfer()
             # None where the host alone reaches cold rows
             self.ranges = KeyRanges(cold, self.hot, self._moves) if cold.device_readable else None
             self._planner = Planner(
-                self.hot, self._plan, self._transfer, self._ledger, self._book, self._order, self._side, self.lock
+                self.hot, self._plan, self.transfer, self._ledger, self._book, self._order, self._side, self.lock
             )
             try:
                 self._adopt_scores()
                 self._restart(fresh=cold.volatile)
             except BaseException:
-                self._transfer.drain()  # who has opened the storage closes it now
+                self.transfer.drain()  # who has opened the storage closes it now
                 raise
 
     def _make_transfer(self) -> Transfer:
@@ -184,12 +187,14 @@ class DeviceCache(Cache):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
-                self._planner.restore()
-                if any(each.ticket.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
+                if self._is_unfinished(ticket):
                     self.complete_last()
-                if not ticket.is_complete:  # somebody was interrupted at it
+                if not (ticket.is_complete or self._is_unfinished(ticket)):  # somebody was interrupted at it
                     ticket.is_complete = ticket.failed = True
         return not ticket.failed
+
+    def _is_unfinished(self, ticket: DeviceTicket) -> bool:
+        return any(each.batch == ticket.batch for each in self._planner.unfinished)  # it may be a share
 
     def complete_last(self) -> None:
         """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. Waits and
@@ -213,7 +218,7 @@ class DeviceCache(Cache):
     def overflow(self, tickets: Sequence[DeviceTicket]) -> OverflowRows:
         """Where the rows of `tickets` lie now that have no slot."""
         last = max(tickets, key=lambda ticket: (ticket.overflow.uncached, ticket.batch))
-        return self._transfer.overflow_now(last.overflow)
+        return self.transfer.overflow_now(last.overflow)
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
 
@@ -230,26 +235,26 @@ class DeviceCache(Cache):
         if self.hot.slots == 0:
             return ALL_RESIDENT
         lag, locked, uncached = self._ledger.next_locks()
-        if not self._transfer.may_record():
+        if not self.transfer.may_record():
             return None
         if self._planner.may_lack_slots(ids, locked, uncached=uncached):
-            self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
-            return NextPlan(lag, True, self._plan.records.table.data_ptr(), self._transfer.overflow(True).weight)
+            self.transfer.make_room(min(locked + ids, self.hot.layout.rows))
+            return NextPlan(lag, True, self._plan.records.table.data_ptr(), self.transfer.overflow(True).weight)
         return NextPlan(lag, False, 0, 0)
 
     @contextlib.contextmanager
-    def recording(self, plan: NextPlan, ids: int) -> Iterator[RecordedTransfer | None]:
+    def recording(self, plan: NextPlan, ids: int) -> Iterator[None]:
         """A plan of `ids` ids is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now,
-        and first of all right behind; where its rows pass through the host, with the transfer. The caller holds the
-        locks of plans and rows. Raises `RuntimeError` where it is not any more, as another thread has released a
-        batch."""
-        transfer = self._transfer.recording(ids) if self.hot.slots else None
+        and first of all right behind; where its rows pass through the host, its ticket has the `plan` that the other
+        calls take. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more, as
+        another thread has released a batch."""
+        host = self.transfer.recording(ids) if self.hot.slots else None
         with contextlib.ExitStack() as after:  # the last one first; interrupted there, it does the others all the same
             after.callback(setattr, self, "_recorded", None)
             after.callback(setattr, self._planner, "recording", None)
             after.callback(self._order.whole)  # from here, and not from the stream that was captured
-            self._recorded, self._planner.recording = plan, transfer
-            yield transfer
+            self._recorded, self._planner.recording = plan, host
+            yield
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -265,14 +270,6 @@ class DeviceCache(Cache):
         finds the rows of the others locked. The caller holds the locks of plans and rows."""
         return self._order.is_behind or not self._ledger.is_locked(batch)
 
-    def count_next(self) -> int:
-        """A recorded plan is about to be replayed: the number of its batch."""
-        return self._ledger.count_next()
-
-    def overflow_of(self, plan: NextPlan) -> OverflowRows:
-        """Where rows without a slot are, for a plan that may have such."""
-        return self._transfer.overflow(plan.uncached)
-
     def has_slots_for(self, ids: int) -> bool:
         """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
         of plans and rows."""
@@ -281,86 +278,98 @@ class DeviceCache(Cache):
         _, locked, uncached = self._ledger.next_locks()
         return not self._planner.may_lack_slots(ids, locked, uncached=uncached)
 
-    def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer) -> None:
-        """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
-        pending = transfer.begun()
-        if pending is not None:
-            self._planner.leave_pending(ticket, pending)
-        self._order.after_plan()
-
-    def replayed_first(self, ticket: DeviceTicket) -> None:
-        """The plan of `ticket`, which was recorded, was replayed for the first time, right behind."""
+    def begun(self, ticket: DeviceTicket, recorded: BatchPlan | None) -> None:
+        """The recorded plan of `ticket` was replayed, right behind. Where rows pass through the host, they come with
+        `complete`, as of the plan that was `recorded`."""
         ticket.ready, ticket.kept = self._order.planned(), ()
+        if recorded is not None:
+            plan = recorded.rebind()
+            self.transfer.await_report(plan)
+            self._planner.leave(ticket, plan)
+            self._order.after_plan()
 
-    def rebind(
-        self,
-        batch: int,
-        homes: torch.Tensor,
-        overflow: OverflowRows,
-        *,
-        ids: int = 0,
-        deferred: DeferredTransfer | None = None,
-    ) -> DeviceTicket:
-        """The flight of `batch`, which a replay has planned to where an earlier plan was: to its `homes`, with rows
-        without a slot where that had them. `ids`: whose rows it locks, unless `replayed` has counted these ·
-        `deferred`: the transfer of the earlier plan, if it has left rows for later."""
-        with self.plan_lock, self.lock:
-            ticket = self._planner.ticket(batch, homes, overflow, ids)
+    def apply(self, effects: Effects, ids: int = 0) -> list[DeviceTicket]:
+        """Enters a replay that has these `effects` on the books, before it is launched: its plans count, and lock rows;
+        the flights of its batches open, which are returned. Where the launch never comes, what is left for later moves
+        nothing. `ids`: whose rows each batch locks, where `effects` do not say it. The caller holds the locks of plans
+        and rows."""
+        first, tickets = self._ledger.count(effects), list[DeviceTicket]()
+        for number, homes, overflow, deferred, _ in effects.opens:
+            ticket = self._planner.ticket(first + number, homes, overflow, ids)
             ticket.kept = ()  # it counts where it was planned first
             if deferred is not None:
                 self._planner.leave(ticket, deferred.rebind())
-            return ticket
+            tickets.append(ticket)
+        return tickets
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> int:
-        """Number of the last batch planned; replays count where they are entered (`replayed`)."""
+        """Number of the last batch planned, as far as the host has counted."""
         return self._ledger.last
 
     def may_replay(
-        self, known: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
+        self, known: Sequence[DeviceTicket] = (), last: int | None = None, effects: Effects = NOTHING_PLANNED
     ) -> bool:
         """Whether a captured step may be replayed now, or one captured, which is put behind all plans made ahead: its
         plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
         slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
         and rows, until it has replayed."""
-        self._planner.restore()
-        if not all(each.ticket in known for each in self._planner.unfinished):
-            self.complete_last()
+        self._planner.end_capture()
+        for ticket, plan in self._planner.unfinished.items():
+            if ticket not in known or plan.phase is not plan.left_at:  # or what was to bring its rows was interrupted
+                self.complete_last()
+                break
         self._check_usable()
         self.cold.begin_changes()
         self._order.whole()
         records = self._plan.records.table
         if any(ticket.overflow.uncached and ticket.overflow.names is not records for ticket in known):
             return False
-        return self._ledger.may_replay((ticket.batch for ticket in known), last, replays)
+        return self._ledger.may_replay((ticket.batch for ticket in known), last, effects)
 
     @contextlib.contextmanager
-    def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[Replays]:
+    def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[None]:
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What comes in is complete after the capture; `end_capture`
-        says whether it was replayed."""
+        that are planned in it. Each replay finds as many. What it brings in has come with the first replay, which
+        `end_capture` enters."""
         with self.whole():
-            self._planner.note_capture()
-            replays = self._ledger.begin_capture(ticket.batch for ticket in known)
+            self._planner.begin_capture()
+            self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
-            yield replays
+            yield
         finally:
             with self.whole():
-                self._ledger.end_capture(replays)
+                self._captured = self._ledger.end_capture(self._plan.records.table.data_ptr())
                 self._order.joined()
-                replays.records = self._plan.records.table.data_ptr()
 
-    def outgrew(self, replays: Replays) -> bool:
+    def end_capture(self, opened: Sequence[DeviceTicket]) -> Effects:
+        """A captured step has run a first time, as its capture is on the books, and has left the batches `opened` in
+        flight. Returns what each replay does."""
+        with self.plan_lock, self.lock:
+            first = self._ledger.last - self._captured.plans
+            left = [ticket for ticket in self._planner.unfinished if ticket.batch <= first]
+            self._planner.end_capture(ran=True)
+            self._ledger.count(NOTHING_PLANNED)  # what was counted in the capture
+            return replace(
+                self._captured,
+                opens=tuple(
+                    Opened(each.batch - first, each.homes, each.overflow, each.plan, each.is_complete)
+                    for each in opened
+                ),
+                brings=bool(left) and all(ticket.is_complete for ticket in left),
+            )
+
+    def give_up_capture(self) -> None:
+        """What a captured step would have brought in is pending still."""
+        with self.plan_lock, self.lock:
+            self._planner.end_capture()
+
+    def outgrew(self, effects: Effects) -> bool:
         """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
         anew."""
-        return replays.records != self._plan.records.table.data_ptr()
-
-    def replayed(self, replays: Replays) -> int:
-        """A step was replayed: its plans count. Returns the number of the last batch before them."""
-        with self.plan_lock, self.lock:
-            return self._ledger.replayed(replays)
+        return effects.records != self._plan.records.table.data_ptr()
 
     # --- rows that are left for later, by the steps that are captured -----------------------------------------------
 
@@ -386,18 +395,10 @@ class DeviceCache(Cache):
         with self.plan_lock, on_device(self.device):
             self._planner.publish_last()
 
-    def unfinished(self) -> list[Unfinished]:
-        """The transfers that are pending now."""
-        return [*self._planner.unfinished]
-
-    def end_capture(self, *, ran: bool) -> None:
-        """A captured step has run a first time, or was given up: then what it would have brought in is pending
-        again."""
-        with self.plan_lock, self.lock:
-            if ran:
-                self._planner.captured = []
-            else:
-                self._planner.restore()
+    @property
+    def unfinished(self) -> int:
+        """How many batches there are whose rows have yet to come."""
+        return len(self._planner.unfinished)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""
@@ -415,7 +416,7 @@ class DeviceCache(Cache):
             if not checked:
                 self._begin_call()
             self._order.whole()
-            self._transfer.drain()
+            self.transfer.drain()
             self.rows_version += changes
             try:
                 yield
@@ -429,7 +430,7 @@ class DeviceCache(Cache):
         with self.lock, on_device(self.device):
             self.check_rows()
             self._order.compute()
-            self._transfer.follow()
+            self.transfer.follow()
             for ticket in tickets:
                 ticket.failed |= not ticket.is_complete
                 ticket.check()
@@ -494,7 +495,7 @@ class DeviceCache(Cache):
                 found.append((slots + first_key, slots + first_slot))
             parts = [(keys, hot.weight[at], hot.state[at].view(torch.int32), hot.score[at]) for keys, at in found]
             rows_of = [(keys, weight, torch.cat([state, score[:, None]], 1)) for keys, weight, state, score in parts]
-            rows_of += self._transfer.uncached_rows()
+            rows_of += self.transfer.uncached_rows()
             keys, weight, state = (torch.cat(each).cpu() for each in zip(*rows_of, strict=True))
         order = torch.argsort(keys)
         carrier = self.cold.layout.carrier
@@ -504,7 +505,7 @@ class DeviceCache(Cache):
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
         super().check_loadable(parts)
-        self._transfer.drain()  # the rows of the storage may be about to be replaced
+        self.transfer.drain()  # the rows of the storage may be about to be replaced
 
     def _begin_call(self) -> None:
         self.complete_last()
@@ -529,10 +530,10 @@ class DeviceCache(Cache):
 
     def _write_back(self) -> None:
         """All dirty rows, and the scores of the cached ones. Synchronises."""
-        self._transfer.write_back(0, self.hot.slots, None)
+        self.transfer.write_back(0, self.hot.slots, None)
         for first_key, first_slot, rows in self.hot.resident:
-            self._transfer.write_back(first_slot, rows, first_key)
-        self._transfer.write_back_uncached()
+            self.transfer.write_back(first_slot, rows, first_key)
+        self.transfer.write_back_uncached()
         synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
@@ -558,7 +559,7 @@ class DeviceCache(Cache):
             for first_key, first_slot, rows in self.hot.resident:
                 low, high = max(start, first_key), min(stop, first_key + rows)
                 self._load_range(low, first_slot + low - first_key, high - low)
-            self._transfer.reload_uncached()
+            self.transfer.reload_uncached()
 
     def check_idle(self, call: str) -> None:
         with self.whole():
@@ -578,7 +579,7 @@ class DeviceCache(Cache):
         self._planner.forget()
         self._ledger.restart(self.cold.metadata.batch)
         self._plan.restart(self._ledger.last)
-        self._transfer.restart()
+        self.transfer.restart()
         if self.ranges is not None:
             self.ranges.restart()
         for first_key, first_slot, rows in self.hot.resident:
@@ -596,7 +597,7 @@ class DeviceCache(Cache):
     def _load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Brings cold rows into slots that are theirs. A row never written is generated, and stays clean in the slot
         of a resident table, whose score is never written back."""
-        self._transfer.load(keys, slots)
+        self.transfer.load(keys, slots)
         resident = slots[slots >= self.hot.slots].long()
         self.hot.dirty[resident] = 0
         self.hot.score[resident] = MIN_SCORE
@@ -628,11 +629,11 @@ class DeviceCache(Cache):
             batch["deferred"] = sum(each.size_bytes() for each in self._deferred)
             return {
                 "cache": self.hot.size_bytes(),
-                "batch": batch | self._transfer.size_bytes(),
+                "batch": batch | self.transfer.size_bytes(),
                 "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
             }
 
     def _release(self) -> None:
-        self._planner.unfinished, self._planner.captured = [], []
-        self._transfer.drain()
+        self._planner.unfinished = {}
+        self.transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

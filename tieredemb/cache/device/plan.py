@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,10 @@ from tieredemb.kernels.constants import ASSIGN, PUBLISH, TOGETHER
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staging import HostPhase
+    from tieredemb.cache.device.stream_order import Place
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
@@ -178,11 +183,27 @@ class Missed:
         return self._memory[start : start + count * dtype.itemsize].view(dtype)
 
 
-class BatchPlan(NamedTuple):
-    """A batch whose rows were found, before those that it misses are brought in. `homes`: int32 (N,), to be completed ·
-    `missed`: what it misses · `uncached`: whether rows may be left without a slot · `kind`: how it is planned ·
+class Phase(enum.IntEnum):
+    """How far the launches of a plan have come. `FOUND`: hits have their homes, misses are known · `PLACED`: misses
+    have slots, whose rows have yet to come · `PUBLISHED`: the map and `homes` name these · `MOVED`: the rows came."""
+
+    FOUND = 0
+    PLACED = 1
+    PUBLISHED = 2
+    MOVED = 3
+
+
+@dataclass(eq=False)
+class BatchPlan:
+    """A batch whose rows were found, on its way through the phases of a transfer. `homes`: int32 (N,), to be completed
+    · `missed`: what it misses · `uncached`: whether rows may be left without a slot · `kind`: how it is planned ·
     `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many batches
-    before it lock their rows."""
+    before it lock their rows.
+
+    `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
+    that was launched · `aside`: comes once `beside` is done, if `move` is to wait for that · `place`: where the rows
+    are to come, on which stream; deferred ones have none, and come on that of who asks for them · `host`: over a
+    staged tier, what the host does between `start` and `move`."""
 
     homes: torch.Tensor
     missed: Missed
@@ -190,6 +211,31 @@ class BatchPlan(NamedTuple):
     kind: PlanKind
     beside: Beside | None
     lag: int = 0
+    is_deferred: bool = False
+    phase: Phase = Phase.FOUND
+    aside: torch.cuda.Event | None = None
+    place: Place | None = None
+    host: HostPhase | None = None
+
+    @property
+    def left_at(self) -> Phase:
+        """The phase at which deferred rows are left. Slots pass over at once, unless rows may be left without one: then
+        the cache may have no room for those of three batches, and victims are chosen as late as can be, when fewer rows
+        are locked; nothing changes hands before."""
+        return Phase.FOUND if self.uncached else Phase.PUBLISHED
+
+    @property
+    def changing(self) -> Sequence[torch.Tensor]:
+        """Where it is recorded: what stands for what its launches are told anew each time."""
+        return () if self.host is None else self.host.words
+
+    def rebind(self) -> BatchPlan:
+        """The plan that a replay makes where this one was."""
+        return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, aside=None)
+
+    def size_bytes(self) -> int:
+        """Of what it keeps for its replays."""
+        return self.missed.size_bytes + (0 if self.host is None else self.host.reports.size_bytes())
 
 
 class Records:

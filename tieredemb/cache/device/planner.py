@@ -16,34 +16,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from tieredemb.cache.base import PlanKind
+from tieredemb.cache.device.effects import ONE_PLAN
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
-from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
+from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, Phase, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import DeferredTransfer, PendingTransfer, RecordedTransfer, Transfer
+from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.streams import current_stream
 from tieredemb.kernels.tracing import marked
 
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staging import HostPhase
+
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
-
-
-class Unfinished(NamedTuple):
-    """A batch whose rows have yet to come. `place`: where the transfer was begun and is to finish; rows left for later
-    have none, and come on the stream of who asks for them."""
-
-    ticket: DeviceTicket
-    pending: PendingTransfer
-    place: Place | None
 
 
 class DeferredRows:
@@ -76,10 +71,11 @@ class DeferredRows:
 @dataclass
 class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
-    and so is taken for both · `unfinished`: transfers that have yet to finish, in their order: the next plan finishes
-    them first, and so there is one at most, but while a captured step is replayed that begins another · `captured`:
-    those that there were when a capture began, until it was replayed · `deferred`: where plans are to leave rows for
-    later, if they are · `recording`: of the plan that is being recorded, where its rows pass through the host."""
+    and so is taken for both · `unfinished`: the batches whose rows have yet to come, in their order, and their plans:
+    the next plan brings them first, and so there is one at most, but while a captured step is replayed that begins
+    another · `in_capture`: whether a step that brings them is being captured, or was and has yet to be replayed ·
+    `deferred`: where plans are to leave rows for later, if they are · `recording`: of the plan that is being recorded,
+    where its rows pass through the host."""
 
     hot: DeviceHotRows
     launches: DevicePlan
@@ -89,10 +85,10 @@ class Planner:
     order: StreamOrder
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
-    unfinished: list[Unfinished] = field(default_factory=list)
-    captured: list[tuple[DeviceTicket, DeferredTransfer]] = field(default_factory=list)
+    unfinished: dict[DeviceTicket, BatchPlan] = field(default_factory=dict)
+    in_capture: bool = False
     deferred: DeferredRows | None = None
-    recording: RecordedTransfer | None = None
+    recording: HostPhase | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
         """Raises `InvalidInputError` for a batch of more ids than a plan can number."""
@@ -128,7 +124,7 @@ class Planner:
         if not self.moves_rows(n):
             if given is not None:
                 given.wait(current_stream())
-            self.ledger.count(begun)
+            self.ledger.count(ONE_PLAN, captured=begun.captured)
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, kind, client=client, beside=beside)
             return ticket
@@ -138,119 +134,117 @@ class Planner:
         device, lag = self.hot.weight.device, begun.lag
         missed = Missed(n, device) if self.deferred is None else self.deferred.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
-        self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
+        self.ledger.count(ONE_PLAN, captured=begun.captured)
         overflow = self.transfer.overflow(uncached)
-        plan = BatchPlan(homes, missed, uncached, kind, beside, lag)
-        deferred = None if self.deferred is None else self.transfer.deferred(plan)
-        if deferred is not None:  # on the books before anything changes hands; what never comes to that moves nothing
+        plan = BatchPlan(homes, missed, uncached, kind, beside, lag, host=self.recording)
+        plan.is_deferred = self.deferred is not None and self.transfer.can_defer
+        if plan.is_deferred:  # on the books before anything changes hands; what never comes to that moves nothing
             ticket = self.ticket(begun.number, homes, overflow)
-            self.leave(ticket, deferred)
+            self.leave(ticket, plan)
         self.launches.begin(missed, kind, lag=lag, client=client, overflow=overflow)
         if given is not None:
             given.wait(current_stream())
-        self.launches.find(keys, homes, missed, kind, overflow=overflow, may_arrive=deferred is not None)
-        if deferred is not None:
-            if not deferred.defers_places:
-                deferred.place(lag)
-                deferred.publish()
+        self.launches.find(keys, homes, missed, kind, overflow=overflow, may_arrive=plan.is_deferred)
+        if plan.is_deferred:
+            if plan.left_at is Phase.PUBLISHED:
+                self.transfer.place(plan, lag)
+                self.transfer.publish(plan)
             return ticket
-        if self.recording is not None:
-            self.recording.start(plan)
-            return self.ticket(begun.number, homes, overflow)
         with marked("swap"):
-            pending = self.transfer.start(plan)
-            if not kind.ahead:
-                pending.finish()
+            self.transfer.start(plan)
+            if plan.phase is not Phase.MOVED and not kind.ahead and self.recording is None:
+                self.transfer.move(plan)
         ticket = self.ticket(begun.number, homes, overflow)
-        if not pending.is_finished:
-            self.leave_pending(ticket, pending)
+        if self.recording is not None:
+            ticket.plan = plan
+        elif plan.phase is not Phase.MOVED:
+            self.leave(ticket, plan)
         return ticket
 
-    def leave_pending(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
-        """The rows of `ticket` are on their way, and finish here, later."""
+    def leave(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
+        """The rows of `ticket` come later, by `finish_last`: on the stream of who asks for them if they are deferred,
+        else where the plan is made."""
+        if plan.is_deferred:
+            ticket.plan = plan
+        else:
+            plan.place = self.order.place()
         ticket.is_complete = False
-        self.unfinished.append(Unfinished(ticket, pending, self.order.place()))
+        self.unfinished[ticket] = plan
 
-    def leave(self, ticket: DeviceTicket, deferred: DeferredTransfer) -> None:
-        """The rows of `ticket` are left for later."""
-        ticket.deferred, ticket.is_complete = deferred, False
-        self.unfinished.append(Unfinished(ticket, deferred, None))
+    def begin_capture(self) -> None:
+        """What is unfinished is brought by a step that is captured: it stays on the books until that was replayed."""
+        self.in_capture = True
 
-    def restore(self) -> None:
-        """Outside of a capture: what one has finished that was given up, or whose first replay nobody has seen, is
-        unfinished again, in front of what has been since. The device knows what has come."""
-        if not self.captured or torch.cuda.is_current_stream_capturing():
+    def end_capture(self, *, ran: bool = False) -> None:
+        """Outside of a capture: what one has launched has come if it `ran`. Else, where it was given up, or nobody has
+        seen its first replay, that is to be launched again; the device knows what has come."""
+        if not self.in_capture or torch.cuda.is_current_stream_capturing():
             return
-        tickets = [ticket for ticket, _ in self.captured]
-        for ticket in tickets:
-            ticket.is_complete = False
-        captured = [Unfinished(ticket, deferred.rebind(), None) for ticket, deferred in self.captured]
-        self.unfinished = [*captured, *(each for each in self.unfinished if each.ticket not in tickets)]
-        self.captured = []
-
-    def note_capture(self) -> None:
-        """A capture begins, which will finish what is unfinished; that counts once it was replayed."""
-        self.captured = [
-            (each.ticket, each.pending) for each in self.unfinished if isinstance(each.pending, DeferredTransfer)
-        ]
+        if ran:
+            self.rows_arrived([ticket for ticket, plan in self.unfinished.items() if plan.phase is Phase.MOVED])
+        else:
+            self.unfinished |= {ticket: plan.rebind() for ticket, plan in self.unfinished.items() if plan.is_deferred}
+        self.in_capture = False
 
     def forget(self) -> None:
         """Slots are emptied: nothing is to come any more."""
         for missed in self.missed_deferred():
             missed.have_moved()
-        for ticket in (*(ticket for ticket, _ in self.captured), *(each.ticket for each in self.unfinished)):
+        for ticket in self.unfinished:
             ticket.failed = ticket.is_complete = True
-        self.unfinished, self.captured = [], []
+        self.unfinished, self.in_capture = {}, False
 
     def missed_deferred(self) -> list[Missed]:
         """What was left for later, and may have yet to come."""
-        pending = [deferred for _, deferred in self.captured]
-        pending += [each.pending for each in self.unfinished if isinstance(each.pending, DeferredTransfer)]
-        return [deferred.missed for deferred in pending]
+        return [plan.missed for plan in self.unfinished.values() if plan.is_deferred]
 
     def rows_arrived(self, tickets: Collection[DeviceTicket]) -> None:
-        """A replay has brought the rows of `tickets`."""
+        """What brings the rows of `tickets` was launched."""
         for ticket in tickets:
             ticket.is_complete = True
-        self.unfinished = [each for each in self.unfinished if each.ticket not in tickets]
+            self.unfinished.pop(ticket, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether no transfer is pending."""
-        return not (self.unfinished or self.captured)
+        """Whether no rows have yet to come."""
+        return not (self.unfinished or self.in_capture)
 
     def place_last(self) -> None:
-        """Gives slots to what transfers left pending are to bring in."""
-        for ticket, pending, _ in self.unfinished:
-            pending.place(self.ledger.lag_of(ticket.batch))
+        """Gives slots to what is yet to come."""
+        self.end_capture()
+        for ticket, plan in [*self.unfinished.items()]:
+            self.transfer.place(plan, self.ledger.lag_of(ticket.batch))
 
     def publish_last(self) -> None:
         """Behind `place_last`: does what has to come before the next plan, and the rows need not wait for."""
-        for _, pending, _ in self.unfinished:
-            pending.publish()
+        for plan in [*self.unfinished.values()]:
+            self.transfer.publish(plan)
 
     def finish_last(self, *, usable: bool) -> None:
-        """Finishes the transfers that were left pending. Their tickets know if that fails; it does if the cache is not
-        `usable`, but for rows left for later. Waits for the GPU and the storage, but for those."""
-        self.restore()
-        while self.unfinished:
-            ticket, pending, place = self.unfinished[0]
-            if place is None:  # whatever is suspect, its slots have changed hands
-                self._finish_deferred(ticket, pending)
-                del self.unfinished[0]
+        """Brings the rows that have yet to come. Their tickets know if that fails; it does if the cache is not
+        `usable`, but for deferred rows. Waits for the GPU and the storage, but for those."""
+        self.end_capture()
+        while pending := self._pending():
+            ticket, plan = pending[0]
+            if plan.place is None:  # whatever is suspect, its slots have changed hands
+                self._finish_deferred(ticket, plan)
             else:
-                del self.unfinished[0]
+                del self.unfinished[ticket]
                 if usable:
-                    self._finish(ticket, pending, place)
+                    self._finish(ticket, plan, plan.place)
                 else:
                     ticket.failed = ticket.is_complete = True
 
-    def _finish(self, ticket: DeviceTicket, pending: PendingTransfer, place: Place) -> None:
+    def _pending(self) -> list[tuple[DeviceTicket, BatchPlan]]:
+        """What is unfinished, but for what is brought by the step that is being captured."""
+        return [each for each in self.unfinished.items() if not (self.in_capture and each[1].phase is Phase.MOVED)]
+
+    def _finish(self, ticket: DeviceTicket, plan: BatchPlan, place: Place) -> None:
         ticket.failed = True
         with self.order.resumed(place), marked("plan"):
             try:
                 with marked("swap"):
-                    pending.finish()
+                    self.transfer.move(plan)
             except Exception:
                 pass  # its forward plans anew, and finds out
             else:
@@ -259,18 +253,20 @@ class Planner:
                 self._arrives(ticket)
                 ticket.is_complete = True
 
-    def _finish_deferred(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
-        """Slots have changed hands, or are about to: it stays on the books until all is launched."""
+    def _finish_deferred(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
+        """Slots have changed hands, or are about to: it stays on the books until all is launched, and if that is
+        captured until it is replayed."""
         if self.deferred is not None:  # another plan of the same batch
             current_stream().wait_stream(self.deferred.behind)
         with self.rows_lock:
             self.order.whole()
         with marked("plan"), marked("swap"):
-            pending.place(self.ledger.lag_of(ticket.batch))
-            pending.publish()
-            pending.finish()
+            self.transfer.place(plan, self.ledger.lag_of(ticket.batch))
+            self.transfer.publish(plan)
+            self.transfer.move(plan)
         self._arrives(ticket)
-        ticket.is_complete = True
+        if not self.in_capture:
+            self.rows_arrived([ticket])
 
     def _arrives(self, ticket: DeviceTicket) -> None:
         with self.rows_lock:
@@ -300,6 +296,6 @@ class Planner:
         ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
             ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.ledger.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
+            self.book.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
             ticket.ready = self.order.planned()
             return ticket

@@ -10,12 +10,11 @@ import torch
 from tieredemb.cache.changes import IntentLog
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
-from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, places
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staged_transfer import RecordedStaged, StagedTransfer
-from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows, RowRoom
+from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
-from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.inference import no_inference
@@ -31,7 +30,7 @@ class Staged(Transfer):
     pinned buffers.
 
     `start` asks the device what is missed and which rows leave, and waits for nothing; copy threads gather the missed
-    rows as soon as they are reported, while the rows that leave come from the device. `finish` waits for both, and
+    rows as soon as they are reported, while the rows that leave come from the device. `move` waits for both, and
     brings the rows in; where a plan is made ahead, lookups and updates go on in between. The rows that left are written
     to storage beside what follows, until the next plan reads. Taking space for what is to be written and read may fail,
     and comes before anything changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the
@@ -101,71 +100,89 @@ class Staged(Transfer):
         self._plan.records.free(gone)
         self._uncached -= len(gone)
 
-    def start(self, plan: BatchPlan) -> PendingTransfer:
-        expected = self.expect(self._reports, plan.missed.n)
-        self.launch_start(plan, expected, expected.report.number, self.leaving_room)
-        return self.begun(plan, expected)
+    def start(self, plan: BatchPlan) -> None:
+        if plan.host is not None:  # which is recorded
+            number, *room = (word.data_ptr() for word in plan.host.words)
+            self._launch_start(plan, plan.host, number, RowRoom(*room))
+            return
+        self._end_gather()
+        plan.host = HostPhase(plan.missed.n, self._reports)
+        self._launch_start(plan, plan.host, plan.host.report.number, self._leaving.room)
+        self.await_report(plan)
 
-    @property
-    def leaving_room(self) -> RowRoom:
-        """Where the rows go that leave by the next plan."""
-        return self._leaving.room
-
-    def expect(self, reports: MissReports, n: int) -> ExpectedMisses:
-        """The report of the next plan, of `n` ids, which takes the place of those before."""
+    def _end_gather(self) -> None:
+        """Before a report takes the place of those before."""
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self._copies.finish()
-        return reports.expect(n)
 
-    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
-        """Chooses what leaves, reports that and what is missed, to where it is `expected`, by `number`, and sends as
-        many of the rows that leave as there is `room` for."""
-        launches, missed, report = self._plan, plan.missed, expected.report
+    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, room: RowRoom) -> None:
+        """Chooses what leaves, reports that and what is missed, by `number`, and sends as many of the rows that leave
+        as there is `room` for."""
+        launches, missed = self._plan, plan.missed
         launches.choose(missed)
         launches.settle(plan.homes, missed, self.overflow(plan.uncached), commit=False)
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
-            report.words.data_ptr(), expected.flags.data_ptr(), number, launches.arrivals,
+            host.report.words.data_ptr(), host.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
         self._send(missed, room)
 
-    def begun(self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None) -> StagedTransfer:
-        """Behind `launch_start`: the transfer. Of a plan that is made ahead rows are gathered as soon as they are
-        reported. `graph`: of what `launch_finish` launches."""
-        expected.report.event.record(current_stream())
+    def await_report(self, plan: BatchPlan) -> None:
+        host = plan.host
+        assert host is not None
+        host.gather = host.room = None
+        host.report.event.record(current_stream())
         self._gathers = plan.kind.ahead
-        pending = StagedTransfer(self, plan, expected, graph)
         if plan.kind.ahead:
-            pending.room = rows = self._free_rows(0)
-            pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
-        return pending
+            host.room = rows = self._free_rows(0)
+            host.gather = self._copies.gather_when_reported(host.report, rows.weight, rows.state)
 
     def may_record(self) -> bool:
         return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
 
-    def recording(self, ids: int) -> RecordedTransfer:
-        return RecordedStaged(self, ids, self._layout, self._device)
+    def recording(self, ids: int) -> HostPhase:
+        with no_inference():
+            words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=self._device)
+        return HostPhase(ids, MissReports(), words.unbind())
 
-    def finish(self, pending: StagedTransfer) -> None:
-        """Brings in the rows of a transfer that `start` has begun; see `PendingTransfer.finish`."""
-        launches, plan, missed, sent = self._plan, pending.plan, pending.plan.missed, pending.expected.report.event
-        misses = pending.expected.read()
+    def record_move(self, plan: BatchPlan, graph: Recording) -> None:
+        assert plan.host is not None
+        with no_inference():
+            weight = torch.empty((1, self._layout.columns), dtype=self._layout.device_dtype, device=self._device)
+            state = torch.empty((1, self._layout.state_width + 1), dtype=torch.int32, device=self._device)
+        with graph.recorded([weight.data_ptr(), state.data_ptr()]):
+            self._launch_move(plan, plan.missed.n, weight, state)
+            if plan.beside:
+                plan.beside()
+        plan.host.graph = graph
+
+    def expect(self, plan: BatchPlan) -> list[int]:
+        host = plan.host
+        assert host is not None
+        self._end_gather()
+        host.expect()
+        return [host.report.number, *self._leaving.room]
+
+    def move(self, plan: BatchPlan) -> None:
+        launches, missed, host = self._plan, plan.missed, plan.host
+        assert host is not None
+        sent, misses = host.report.event, host.read()
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
-            self._send(missed, self.leaving_room)
+            self._send(missed, self._leaving.room)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
-        came, weight, state = self._gather(misses.keys, pending)
+        came, weight, state = self._gather(misses.keys, host)
         count = misses.keys.shape[0]
         new = count - misses.with_slots
-        graph = None if new else pending.graph
+        graph = None if new else host.graph
         if new:
             launches.records.reserve(self._uncached + new)
             self._grow(launches.records.rows)
         with slots_change_hands(self._changes, missed):
             if graph is None:
-                self.launch_finish(plan, count, weight, state, new)
+                self._launch_move(plan, count, weight, state, new)
             else:
                 graph.replay([weight.data_ptr(), state.data_ptr()])
             came.copied.record(current_stream())
@@ -177,8 +194,9 @@ class Staged(Transfer):
                 self._leaving, self._written = self._written, self._leaving
         if plan.beside and graph is None:
             plan.beside()
+        plan.phase = Phase.MOVED
 
-    def launch_finish(
+    def _launch_move(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
     ) -> None:
         """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie
@@ -216,12 +234,12 @@ class Staged(Transfer):
     # --- rows through the host --------------------------------------------------------------------------------------
 
     def _gather(
-        self, keys: torch.Tensor, pending: StagedTransfer | None = None
+        self, keys: torch.Tensor, host: HostPhase | None = None
     ) -> tuple[PinnedRows, torch.Tensor, torch.Tensor]:
         """Weights and states of cold rows (keys: int64 (K,), on the host), as they lie in storage, in pinned memory.
-        They last until the `copied` of where they are, which the caller records behind what reads them. `pending`: the
-        transfer that they are for, which may be gathering them."""
-        room, gather = (None, None) if pending is None else (pending.room, pending.gather)
+        They last until the `copied` of where they are, which the caller records behind what reads them. `host`: of the
+        plan that they are for, whose copy threads may be gathering them."""
+        room, gather = (None, None) if host is None else (host.room, host.gather)
         if room is None or len(keys) > room.rows:
             room, gather = self._free_rows(len(keys)), None
         weight, state, _ = room.part(0, len(keys))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tieredemb.cache.device.copy_threads import MissReport
+from tieredemb.cache.device.copy_threads import CopyJob, MissReport
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
@@ -67,24 +69,6 @@ class Misses(NamedTuple):
         return self.room + self.leaving.shape[0]
 
 
-class ExpectedMisses(NamedTuple):
-    """The misses of a plan of `n` ids, as `report` will name them. `flags`: int64 words of its memory, uint8 (n,):
-    whether the rows that leave are dirty."""
-
-    n: int
-    report: MissReport
-    flags: torch.Tensor
-
-    def read(self) -> Misses:
-        """The misses. Waits until the device has reported them."""
-        n, words = self.n, self.report.words
-        self.report.wait()
-        count, room, leaving = words[:3].tolist()
-        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
-        dirty = self.flags.view(torch.uint8)[room : room + leaving]
-        return Misses(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)
-
-
 class MissReports:
     """The reports of plans, one at a time, which `missed_tell` writes to words in pinned memory."""
 
@@ -92,14 +76,14 @@ class MissReports:
         self._number = 0
         self._make_room(0)
 
-    def expect(self, n: int) -> ExpectedMisses:
-        """Room for the report of a plan of n ids; the report before is lost."""
+    def expect(self, n: int) -> tuple[MissReport, torch.Tensor]:
+        """The next report, of a plan of n ids, and its room for flags (`HostPhase`); the report before is lost."""
         words, flags = REPORT_WORDS + 2 * n, -(-n // 8)
         if self._words.shape[0] < words + flags:
             self._make_room(2 * (words + flags))
         self._number += 1
         reported = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return ExpectedMisses(n, MissReport(self._words, self._number, reported), self._words[words : words + flags])
+        return MissReport(self._words, self._number, reported), self._words[words : words + flags]
 
     def _make_room(self, words: int) -> None:
         current_stream().synchronize()  # a plan that was interrupted may report yet
@@ -109,3 +93,35 @@ class MissReports:
 
     def size_bytes(self) -> int:
         return self._words.nbytes
+
+
+class HostPhase:
+    """What the host does of a plan of `n` ids between `start` and `move`. `reports`: where the device reports misses ·
+    `report`: of this plan · `flags`: int64 words of its memory, uint8 (n,): whether the rows that leave are dirty ·
+    `gather`: the job that gathers the missed rows, if that has begun, and `room`: where they are gathered.
+
+    Of a recorded plan `reports` are its own. `words`: on the device, stand for the number of the report and the
+    addresses of the room for rows that leave, as these are others at each replay · `graph`: of what `move` launches,
+    and of what is done beside."""
+
+    def __init__(self, n: int, reports: MissReports, words: Sequence[torch.Tensor] = ()) -> None:
+        self.n = n
+        self.reports = reports
+        self.words = words
+        self.graph: Recording | None = None
+        self.gather: CopyJob | None = None
+        self.room: PinnedRows | None = None
+        self.expect()
+
+    def expect(self) -> None:
+        """The plan is about to be launched, or replayed."""
+        self.report, self.flags = self.reports.expect(self.n)
+
+    def read(self) -> Misses:
+        """The misses. Waits until the device has reported them."""
+        n, words = self.n, self.report.words
+        self.report.wait()
+        count, room, leaving = words[:3].tolist()
+        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
+        dirty = self.flags.view(torch.uint8)[room : room + leaving]
+        return Misses(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)

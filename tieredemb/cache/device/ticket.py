@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.device.plan import OverflowRows
-from tieredemb.cache.device.transfer import DeferredTransfer
+from tieredemb.cache.device.plan import BatchPlan, OverflowRows
 from tieredemb.cache.tickets import Flight, TicketBook
 
 
@@ -16,8 +15,8 @@ class DeviceTicket(Flight):
     used without one, or `DROPPED` · `overflow`: where such rows were when the batch was planned, if there may be any ·
     `ready`: comes once the rows are there, where another stream brings them than the one that computes · `aside`: comes
     once what was to run beside the plan is done, where the lookup need not wait for it · `is_complete`: whether the
-    plan has come to its end, and `failed`: whether without success · `deferred`: the transfer of its rows, where
-    these were left for later."""
+    plan has come to its end, and `failed`: whether without success · `plan`: where its rows were left for
+    later, or a recorded plan is to be replayed with the host's part between: that plan."""
 
     def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, book: TicketBook) -> None:
         super().__init__(batch, book)
@@ -27,7 +26,7 @@ class DeviceTicket(Flight):
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
         self.is_complete = True
-        self.deferred: DeferredTransfer | None = None
+        self.plan: BatchPlan | None = None
 
     def size_bytes(self) -> int:
         return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))

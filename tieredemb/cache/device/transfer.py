@@ -1,16 +1,18 @@
 """How rows travel between a GPU's slots and cold storage: in place by kernels (`in_place`), or staged through the host
 (`staged`).
 
-The rows of a plan travel in two steps: `start` begins the transfer, and `finish` ends it. Where kernels reach the cold
-rows nothing is left for `finish`; rows that pass through the host have to be waited for.
+What a plan misses comes in phases: victims give their slots to it (`place`), the map and homes name these (`publish`),
+and the rows move (`move`). Where kernels reach the cold rows `start` launches all phases, or each comes on its own,
+later. Rows that pass through the host have to be waited for: `start` asks the device what they are, and `move` does the
+rest.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,84 +20,16 @@ from tieredemb.cache.changes import Change, IntentLog, Suspect, interrupted
 from tieredemb.cache.device.plan import BatchPlan, Missed, OverflowRows
 from tieredemb.kernels.recording import Recording
 
-
-class PendingTransfer(abc.ABC):
-    """The rows of one plan on their way. `is_finished`: whether they have arrived."""
-
-    is_finished = False
-
-    def place(self, lag: int) -> None:  # noqa: B027 - done by most, or part of `finish`
-        """Gives slots to what is missed, unless that is done; those of the `lag` batches before are locked."""
-
-    def publish(self) -> None:  # noqa: B027
-        """Behind `place`, unless it is done: what has to come before the next plan begins. `finish` may come beside
-        it."""
-
-    @abc.abstractmethod
-    def finish(self) -> None:
-        """Brings the rows in, on the current stream; to be called once, unless the transfer is given up. May wait for
-        the device and the storage. A storage that fails raises its error, and no row has changed."""
-
-
-class DeferredTransfer(PendingTransfer):
-    """The rows of a plan that are left for later, and may come while the next plan is made. What ends it may be
-    launched again, by the replay of a captured step, or where an interrupt leaves open whether it was: the device
-    knows."""
-
-    @property
-    @abc.abstractmethod
-    def missed(self) -> Missed:
-        """What is to come."""
-
-    @property
-    @abc.abstractmethod
-    def defers_places(self) -> bool:
-        """Whether victims are chosen for later, too, and nothing changes hands before."""
-
-    @abc.abstractmethod
-    def rebind(self) -> DeferredTransfer:
-        """That of the plan that a replay makes where this one's was."""
-
-
-class RecordedTransfer(abc.ABC):
-    """The transfer of a plan that is recorded as a graph, and passes through the host: what is launched on either side
-    of that is replayed. Made outside of the capture. `changing`: what the plan's launches are told anew each time."""
-
-    changing: Sequence[torch.Tensor] = ()
-
-    @abc.abstractmethod
-    def start(self, plan: BatchPlan) -> None:
-        """Launches what `Transfer.start` does, inside the capture."""
-
-    @abc.abstractmethod
-    def record_finish(self, graph: Recording) -> None:
-        """Records what `PendingTransfer.finish` launches, if the plan moves rows."""
-
-    @abc.abstractmethod
-    def expect(self) -> list[int]:
-        """The plan is about to be replayed: what `changing` is this time."""
-
-    @abc.abstractmethod
-    def begun(self) -> PendingTransfer | None:
-        """Behind the replay: the transfer, if rows may have to come."""
-
-    @abc.abstractmethod
-    def size_bytes(self) -> int:
-        """Of what it keeps for itself."""
-
-
-class _Finished(PendingTransfer):
-    is_finished = True
-
-    def finish(self) -> None:
-        pass
-
-
-FINISHED = _Finished()
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staging import HostPhase
 
 
 class Transfer(abc.ABC):
-    """Moves the rows of one cache, under its lock of plans."""
+    """Moves the rows of one cache, under its lock of plans. `can_defer`: whether rows may be left for later. What
+    brings them may be launched again, by the replay of a captured step, or where an interrupt leaves open whether it
+    was: the device knows."""
+
+    can_defer = False
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -107,24 +41,26 @@ class Transfer(abc.ABC):
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
     @abc.abstractmethod
-    def start(self, plan: BatchPlan) -> PendingTransfer:
+    def start(self, plan: BatchPlan) -> None:
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
-        published, homes resolved, rows moved and scored. Of a plan that is made ahead other work comes before
-        `finish`."""
+        published, homes resolved, rows moved and scored. What has to wait for the host is left to `move`; of a plan
+        that is made ahead other work comes before that."""
+
+    def place(self, plan: BatchPlan, lag: int) -> None:  # noqa: B027 - part of `move` where rows wait for the host
+        """Gives slots to what is missed, unless that is done; those of the `lag` batches before are locked."""
+
+    def publish(self, plan: BatchPlan) -> None:  # noqa: B027
+        """Behind `place`, unless it is done: what has to come before the next plan begins. `move` may run beside."""
+
+    @abc.abstractmethod
+    def move(self, plan: BatchPlan) -> None:
+        """Brings the rows in, on the current stream. May wait for the device and the storage. A storage that fails
+        raises its error, and no row has changed."""
 
     def may_record(self) -> bool:
         """Whether the plan that comes next may be recorded or replayed. Changes nothing: whoever asks may plan nothing
         then, and another plan come first."""
         return True
-
-    def recording(self, ids: int) -> RecordedTransfer | None:
-        """Of a plan of `ids` ids that is to be recorded; None where launches alone move rows. May synchronise."""
-        return None
-
-    def deferred(self, plan: BatchPlan) -> DeferredTransfer | None:
-        """For a batch that is about to be planned, to be found behind that: leaves its rows for later. None where that
-        is no use."""
-        return None
 
     @abc.abstractmethod
     def overflow(self, uncached: bool) -> OverflowRows:
@@ -136,6 +72,26 @@ class Transfer(abc.ABC):
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""
+
+    # --- recorded plans ---------------------------------------------------------------------------------------------
+    # where rows pass through the host two graphs: one up to the report of what is missed, one that brings the rows in
+
+    def recording(self, ids: int) -> HostPhase | None:
+        """Before a plan of `ids` ids is recorded, of which all that are missed are to get slots: what its `start` is
+        given for the host's part. Where some do not, `move` launches. None where launches alone move rows. May
+        synchronise."""
+        return None
+
+    def record_move(self, plan: BatchPlan, graph: Recording) -> None:  # noqa: B027
+        """Records what `move` launches for a plan whose `start` is recorded."""
+
+    def expect(self, plan: BatchPlan) -> list[int]:
+        """A recorded plan is about to be replayed: what it is told (`BatchPlan.changing`) this time."""
+        return []
+
+    def await_report(self, plan: BatchPlan) -> None:  # noqa: B027
+        """Behind what `start` launches, or its replay: what the host is to do. Of a plan that is made ahead rows are
+        gathered as soon as they are reported."""
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
