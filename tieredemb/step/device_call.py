@@ -240,6 +240,12 @@ class DeviceCall(Call):
             self.release()
         return ended
 
+    def release(self) -> None:
+        for part in self.parts:
+            if part.ticket.aside is not None:  # of a plan that nobody looks up: a capture ends with one stream
+                part.join()
+        super().release()
+
     def give_up_plan(self) -> None:
         """What it was planned to did not come: it is to be planned anew."""
         self.parts, self.pooled, self.recorded, self.source = [], None, None, None

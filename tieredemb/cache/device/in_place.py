@@ -57,7 +57,15 @@ class InPlace(Transfer):
     def start(self, plan: BatchPlan) -> None:
         with slots_change_hands(self._changes, plan.missed):
             self._plan.place(plan.missed, lag=plan.lag)
-            if plan.beside:
+            if plan.beside and torch.cuda.is_current_stream_capturing() and not plan.kind.ahead:
+                self._side.mark()
+                published = self._side.run(functools.partial(self._publish, plan))
+                plan.aside = self._side.run(
+                    plan.beside
+                )  # beside the lookup, too: events of a graph cost the host nothing
+                self._bring(plan)
+                published.wait(current_stream())
+            elif plan.beside:
                 self._side.mark()
                 done = self._side.run(functools.partial(self._publish, plan, plan.beside))
                 self._bring(plan)

@@ -201,8 +201,8 @@ class BatchPlan:
     before it lock their rows.
 
     `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
-    that was launched · `aside`: comes once `beside` is done, if `move` is to wait for that · `place`: where the rows
-    are to come, on which stream; deferred ones have none, and come on that of who asks for them · `host`: over a
+    that was launched · `aside`: comes once `beside` is done, where that is to be waited for yet · `place`: where the
+    rows are to come, on which stream; deferred ones have none, and come on that of who asks for them · `host`: over a
     staged tier, what the host does between `start` and `move`."""
 
     homes: torch.Tensor

@@ -155,6 +155,7 @@ class Planner:
             if plan.phase is not Phase.MOVED and not kind.ahead and self.recording is None:
                 self.transfer.move(plan)
         ticket = self.ticket(begun.number, homes, overflow)
+        ticket.aside, plan.aside = plan.aside, None
         if self.recording is not None:
             ticket.plan = plan
         elif plan.phase is not Phase.MOVED:
