@@ -203,7 +203,8 @@ def test_converted_tables_of_very_different_numbers_of_ids(monkeypatch, replays,
             outputs.append(out.detach())
         return [*outputs, *model.state_dict().values()]
 
-    assert both(monkeypatch, replays, run) > BATCHES
+    # while a loop tries the other way, its plans are of other forms
+    assert both(monkeypatch, replays, run) > (BATCHES // 2 if prefetch else BATCHES)
 
 
 def single_ids_of(step, length=None):
