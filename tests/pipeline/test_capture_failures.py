@@ -22,7 +22,7 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import side_stream
 from tieredemb.pipeline.leaves import Leaves
-from tieredemb.pipeline.uncapturable import REASONS, explain
+from tieredemb.pipeline.uncapturable import REASONS, check_optimizers, explain
 
 ROWS, WIDTH = 300, 4
 IDS = [randint(0, ROWS, (8, 3), seed=seed) for seed in range(40)]
@@ -541,7 +541,43 @@ def test_a_loss_that_no_eager_step_has_shown_is_told_by_the_capture(gpu):
     assert torch.equal(train(given[4]).clone(), step(given[4]).detach())
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop])
+def test_an_optimizer_that_cannot_be_captured_is_named_before_the_capture(gpu, kind, ahead):
+    """And the steps that were refused have changed nothing."""
+    run, twin = Run(ahead=ahead), Run()
+    run.dense, twin.dense = (kind([each.scale], lr=0.01) for each in (run, twin))
+    train, told = te.graph_step(run.step), []
+    for ids in te.prefetch(IDS[:8], run.table) if ahead else IDS[:8]:
+        try:
+            train(ids)
+        except UnsupportedError as error:
+            told.append(str(error))
+            run.step(ids.cuda())
+    for ids in IDS[:8]:
+        twin.step(ids.cuda())
+    assert told
+    for text in told:
+        assert f"step() of {kind.__name__}" in text
+        assert f"{kind.__name__}(…, capturable=True)" in text
+    assert_same_bits(run.numbers(), twin.numbers())
+
+
 # --- on any device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+def test_optimizers_that_torch_captures_are_let_be(kind):
+    param = nn.Parameter(torch.zeros(2, device="cpu"))
+    capturable = {"capturable": True} if kind is torch.optim.Adam else {}
+    check_optimizers([kind([param], lr=0.1, **capturable)])
+
+
+def test_the_param_groups_that_cannot_be_captured_are_named():
+    first, second = (nn.Parameter(torch.zeros(2, device="cpu")) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [first], "capturable": True}, {"params": [second]}], lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"AdamW.*param groups \[1\] have capturable=False"):
+        check_optimizers([optimizer])
 
 
 @pytest.mark.parametrize("text", REASONS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.planner import LARGE
@@ -22,6 +24,7 @@ from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, divisions_of, learn
 from tieredemb.pipeline.trained_as import TrainedAs
+from tieredemb.pipeline.uncapturable import check_optimizers
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.options_told import OptionsTold
@@ -64,6 +67,7 @@ class StepFunction(Generic[R]):
         self.locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of torch, whose step it calls
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
         self._trained_as = TrainedAs(self.modules)
@@ -126,9 +130,24 @@ class StepFunction(Generic[R]):
             return detached(self._function, batch)
 
     def heard(self, batch: Any) -> R:
-        """As a call, on the way to a capture or in it: which needs to know the leaves of its backward."""
-        with self._leaves.heard(captured=torch.cuda.is_current_stream_capturing()):
+        """As a call, on the way to a capture or in it: which needs to know the leaves of its backward, and its
+        optimizers."""
+        with self._leaves.heard(captured=torch.cuda.is_current_stream_capturing()), self._optimizers_heard():
             return self(batch)
+
+    @contextlib.contextmanager
+    def _optimizers_heard(self) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if threading.get_ident() == thread:
+                self._optimizers.add(optimizer)
+
+        hook = register_optimizer_step_pre_hook(hear)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
@@ -163,9 +182,10 @@ class StepFunction(Generic[R]):
         on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
         the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
         `synchronize` does. What fails inside leaves all as it was. Raises `UnsupportedError`, before anything is
-        captured, where an earlier graph of autograd's would end the capture."""
+        captured, where an earlier graph of autograd's would end the capture, or a torch optimizer's step."""
         self.before_replay()  # what the host has to say is said outside
         self._leaves.check_free()
+        check_optimizers(self._optimizers)
         captured = Capture(graph, self._captures, pool)
         with self._leaves.grads_kept(), capture_lock(self.device), no_collector(), captured:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -50,6 +51,20 @@ REASONS = {
     "merge of separate capture": "the step waits for a stream that somebody else is capturing",
     "prepare for replay during capturing": "a CUDA graph is replayed inside; call the function that it was made of",
 }  # fmt: skip
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises `UnsupportedError`, before anything is captured, for an optimizer of a step that torch refuses to capture
+    as it was built. Its option is the user's to pass: the numbers are rounded otherwise then."""
+    for optimizer in optimizers:
+        groups = [number for number, group in enumerate(optimizer.param_groups) if not group.get("capturable", True)]
+        if groups:
+            name = type(optimizer).__name__
+            raise UnsupportedError(
+                f"the step calls step() of {name}, which no CUDA graph can hold as it was built: param groups {groups} "
+                f"have capturable=False. Pass capturable=True, as in {name}(…, capturable=True), before its first "
+                f"step: torch then keeps step counts on the GPU, and rounds a little differently"
+            )
 
 
 def explain(error: BaseException) -> None:
