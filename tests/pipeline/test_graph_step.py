@@ -18,6 +18,7 @@ from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedEr
 from tieredemb.modules.forwards import heard
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import StepFunction
+from tieredemb.pipeline.summary import OTHER_SHAPES
 
 ROWS, WIDTH = 300, 4
 
@@ -493,22 +494,73 @@ def test_lookups_alone_with_fetching_ahead(device, monkeypatch):
     replays.check(device, 5)
 
 
-def test_a_batch_that_does_not_fit_fails_when_it_is_asked_for(gpu):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_of_other_shapes_is_run_by_the_function(device, ahead):
+    tables = [te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5)) for _ in range(2)]
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(12)]
+    given = [*given, given[0][:5], *given, given[0][:0]]
+    train = te.graph_step(lambda ids: tables[0](ids).sum().backward())
+    for ids in te.prefetch(given, tables[0]) if ahead else given:
+        train(ids)
+    for ids in given:
+        tables[1](ids).sum().backward()
+    assert_same_bits(bits(tables[0]), bits(tables[1]))
+    assert idle(tables[0])
+    summary = train.summary()
+    if device == "cuda":
+        assert summary.eager[OTHER_SHAPES] == 2
+        assert summary.replayed >= 8
+        assert "2 eager: a batch of other shapes" in str(summary)
+        assert summary.replayed + summary.captured + summary.eager.total() == len(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_a_batch_of_another_form_is_refused_when_it_comes(gpu, dtype):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5))
-
-    def step(ids):
-        table(ids).sum().backward()
-
-    train = te.graph_step(step)
+    train = te.graph_step(lambda ids: table(ids.long()).sum().backward())
     given = [randint(0, ROWS, (8, 3), seed=step) for step in range(8)]
-    loop = iter(te.prefetch([*given, given[0][:5]], table))
+    loop = iter(te.prefetch([*given, given[0].to(dtype)], table))
     for _ in given:
         train(next(loop))
-    short = next(loop)
-    with pytest.raises(InvalidInputError, match=r"shape \(5, 3\).*drop_last"):
-        train(short)
+    other = next(loop)
+    with pytest.raises(InvalidInputError, match=str(dtype)):
+        train(other)
     loop.close()
     assert idle(table)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("capacity", [2, 60])
+def test_batches_of_more_and_more_ids(device, capacity, ahead):
+    """The first one has the fewest: a graph of more room takes the place of one that a batch does not fit."""
+    tables = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS))
+    eager, graphed = (Run(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.5)) for _ in range(2))
+    given = sorted(batches(tables, 30), key=lambda batch: len(batch[0]))
+    given = [*given, *given[::-1], *given[5:]]
+    train = te.graph_step(graphed.step)
+    for batch in te.prefetch(given, graphed.table) if ahead else given:
+        train(batch)
+    for batch in given:
+        eager.step(batch)
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    summary = train.summary()
+    if device == "cuda":
+        assert summary.replayed > len(given) / 2
+        assert summary.replayed + summary.captured + summary.eager.total() == len(given)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_is_warm_for_the_loops_after_the_first(gpu, ahead):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=90, optimizer=te.SGD(lr=0.5))
+    train = te.graph_step(lambda ids: table(ids).sum().backward())
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(14)]
+    seen = []
+    for _ in range(3):
+        for ids in te.prefetch(given, table) if ahead else given:
+            train(ids)
+        seen.append(train.summary().replayed)
+    at_ends = 4 if ahead else 0  # the first two batches of a loop have no plans, and the last two none ahead
+    assert seen[2] - seen[1] >= len(given) - at_ends - 1
 
 
 def test_an_example_batch_says_how_many_ids_may_come(device):
@@ -520,9 +572,9 @@ def test_an_example_batch_says_how_many_ids_may_come(device):
         batch = {"ids": torch.arange(ids), "offsets": torch.tensor([0, ids // 2, ids])}
         with torch.no_grad():
             assert equal(look_up(batch).clone(), table(batch["ids"], batch["offsets"]))
-    if device == "cuda":
-        with pytest.raises(InvalidInputError, match="13 elements"):
-            look_up({"ids": torch.arange(13), "offsets": torch.tensor([0, 5, 13])})
+    larger = {"ids": torch.arange(13), "offsets": torch.tensor([0, 5, 13])}
+    with torch.no_grad():
+        assert equal(look_up(larger).clone(), table(larger["ids"], larger["offsets"]))
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -610,6 +662,27 @@ def test_batches_that_do_not_fit_are_refused(batch, message):
     own = buffers(max_ids=6)
     with pytest.raises(InvalidInputError, match=message):
         own.load(batch)
+
+
+def test_buffers_grow_for_more_ids_and_for_nothing_else():
+    own = buffers(max_ids=6)
+
+    def batch_of(ids, labels=2, dtype=torch.int64):
+        offsets = torch.tensor([0, 1, ids])
+        return {"sample": Sample(torch.arange(ids, dtype=dtype), offsets, torch.zeros(labels)), "name": "n"}
+
+    larger = own.larger_for(batch_of(7))
+    assert larger is not None
+    assert len(larger.batch["sample"].ids) >= 7
+    larger.load(batch_of(7))
+    assert larger.batch["sample"].ids[:7].tolist() == [*range(7)]
+    assert len(own.batch["sample"].ids) == 6
+    assert own.larger_for(batch_of(6)) is None
+    assert own.larger_for(batch_of(7, labels=3)) is None
+    assert (own.fits(batch_of(6)), own.fits(batch_of(7)), own.fits(batch_of(4, labels=3))) == (True, False, False)
+    assert own.has_form_of(batch_of(9, labels=3))
+    assert not own.has_form_of(batch_of(4, dtype=torch.int32))
+    assert not own.has_form_of(torch.zeros(3))
 
 
 def test_bags_without_a_last_offset_have_as_many_ids_as_the_first():

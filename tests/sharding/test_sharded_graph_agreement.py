@@ -20,6 +20,7 @@ from tieredemb.kernels import collectives
 from tieredemb.pipeline import ring
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.ring import Ring
+from tieredemb.pipeline.summary import StepSummary
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -109,7 +110,7 @@ def runs(rank, size, events):
     patches.setattr(torch.cuda, "Event", lambda: Event(1))
     patches.setattr(ring, "on_stream", lambda stream: contextlib.nullcontext())
     patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
-    steps, errors = Ring(step, 0, model.agreement), []
+    steps, errors = Ring(step, 0, model.agreement, StepSummary()), []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

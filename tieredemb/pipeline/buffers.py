@@ -11,6 +11,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
+from tieredemb.step.capacities import room_for
 from tieredemb.step.planned_forwards import identity
 
 MANY = 4  # tensors that one launch copies in less time than as many
@@ -55,10 +56,46 @@ class Buffers:
 
     def another(self) -> Buffers:
         """Buffers of the same shapes, of their own memory."""
-        made = {id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()}
+        return self._of({id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()})
+
+    def fits(self, batch: Any) -> bool:
+        """Whether `load` takes it."""
+        try:
+            self._targets(batch)
+        except InvalidInputError:
+            return False
+        return True
+
+    def has_form_of(self, batch: Any) -> bool:
+        """Whether `batch` has tensors of the same dtypes at the same places, of whatever shapes."""
+        tensors = dict(tensors_of(batch))
+        same = (tensor.dtype is self._buffer[path].dtype for path, tensor in tensors.items() if path in self._buffer)
+        return list(tensors) == self._paths and all(same)
+
+    def larger_for(self, batch: Any) -> Buffers | None:
+        """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come; None
+        where it lacks no room, or not that alone."""
+        lengths: dict[int, int] = {}
+        for path, tensor in tensors_of(batch):
+            buffer = self._buffer[path]
+            if path in self._any_length and tensor.dim() == 1:
+                lengths[id(buffer)] = max(len(tensor), lengths.get(id(buffer), 0))
+            elif tensor.shape != buffer.shape:
+                return None
+        made, grows = dict[int, torch.Tensor](), False
+        for buffer in self._buffer.values():
+            length = lengths.get(id(buffer), 0)
+            lacks = length > len(buffer) if buffer.dim() else False
+            made[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
+            grows |= lacks
+        return self._of(made) if grows else None
+
+    def _of(self, made: dict[int, torch.Tensor]) -> Buffers:
+        """The same, with other memory: `made` for each buffer, by its identity."""
         other = copy.copy(self)
         other._buffer = {path: made[id(tensor)] for path, tensor in self._buffer.items()}
         other.batch = map_tensors(self.batch, lambda tensor: made[id(tensor)])
+        other._shapes = other._alike_shapes()
         return other
 
     def load(self, batch: Any) -> None:
@@ -68,19 +105,8 @@ class Buffers:
             return
         if self._load_alike(batch):
             return
-        tensors = dict(tensors_of(batch))
-        if list(tensors) != self._paths:
-            raise InvalidInputError(
-                f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
-            )
-        shared: dict[int, torch.Tensor] = {}
-        targets = []
-        for path, tensor in tensors.items():
-            targets.append(self._target(path, tensor))
-            if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
-                raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
         here: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for target, tensor in zip(targets, tensors.values(), strict=True):
+        for target, tensor in self._targets(batch):
             if self._is_here(tensor):
                 into, given = here.setdefault(tensor.dtype, ([], []))
                 into.append(target)
@@ -94,6 +120,22 @@ class Buffers:
             else:
                 with torch.no_grad():
                     torch._foreach_copy_(into, given)
+
+    def _targets(self, batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors of a batch, each with the part of a buffer that it fills. Raises `InvalidInputError` for a batch
+        that does not fit."""
+        tensors = dict(tensors_of(batch))
+        if list(tensors) != self._paths:
+            raise InvalidInputError(
+                f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
+            )
+        shared: dict[int, torch.Tensor] = {}
+        targets = []
+        for path, tensor in tensors.items():
+            targets.append((self._target(path, tensor), tensor))
+            if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
+                raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
+        return targets
 
     def _alike_shapes(self) -> list[torch.Size] | None:
         """Those of a list or tuple of buffers on a GPU that are all alike, whose bytes are what is copied; None of any

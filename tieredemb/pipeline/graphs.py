@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from tieredemb.modules.forwards import Forward, heard
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import running
+from tieredemb.pipeline.summary import ACCUMULATES, FIRST, OTHER_SHAPES, StepSummary
 from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
@@ -44,6 +46,11 @@ class GraphStep(Generic[R]):
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
         self._rings: dict[int, Ring[R]] = {}  # by how many batches they go ahead
         self._agreement: Agreement | None = None  # where several ranks do the step together
+        self._summary = StepSummary()
+
+    def summary(self) -> StepSummary:
+        """How its calls were run so far: how many were replayed, captured, and eager, and why those were."""
+        return replace(self._summary, eager=self._summary.eager.copy())
 
     def __call__(self, batch: Any) -> R:
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
@@ -65,8 +72,7 @@ class GraphStep(Generic[R]):
                 "call the function that it was made of there"
             )
         if step.accumulates():
-            self._give_up()
-            return step(batch)
+            return self._eagerly(step, batch, ACCUMULATES)
         reach, following = 0, list[Any]()
         told: Lookups | None = None
         loop = running(batch)
@@ -78,13 +84,30 @@ class GraphStep(Generic[R]):
                 loop.leave_planning_to(self._give_up, reach)
                 following, told = loop.following(reach), loop.told
         ring = self._rings.get(reach) or self._make_ring(step, reach)
-        return ring.run(batch, following, told)
+        try:
+            return ring.run(batch, following, told)
+        except InvalidInputError:
+            # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
+            if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):
+                raise
+        larger = step.buffers.larger_for(batch)
+        if larger is None:
+            return self._eagerly(step, batch, OTHER_SHAPES)
+        self._give_up()
+        step.buffers, self._rings = larger, {}
+        return self(batch)
 
     def _make_ring(self, step: StepFunction[R], reach: int) -> Ring[R]:
         from tieredemb.pipeline.ring import Ring
 
-        ring = self._rings[reach] = Ring(step, reach, self._agreement)
+        ring = self._rings[reach] = Ring(step, reach, self._agreement, self._summary)
         return ring
+
+    def _eagerly(self, step: StepFunction[R], batch: Any, why: str) -> R:
+        """The function itself, of a batch that no graph is for."""
+        self._give_up()
+        self._summary.eager[why] += 1
+        return step(batch)
 
     def _give_up(self) -> None:
         """Gives up the batches that were planned for the next calls."""
@@ -115,6 +138,7 @@ class GraphStep(Generic[R]):
         with heard(hear), ddp_heard() as has_ddp:
             result = detached(self._function, batch)
         if _gpus(forwards):
+            self._summary.eager[FIRST] += 1
             is_clear = all(part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor))
             self._know(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))
         return result
@@ -199,10 +223,12 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     less than 131,072 ids, whose plans are not worth hiding.
 
     Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
-    end of the last bag: up to that of the first batch, of `example_batch` (no step is run on it), or `max_ids`. What
-    the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`, so
-    let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning rates
-    of fused optimizers are told to each replay, all else that changes has to live on the GPU (torch's
+    end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it), or
+    for `max_ids`; for a batch with more the step is captured anew, with room for some more. A batch of other shapes, as
+    a smaller last one, is run by the function. `summary()` counts what was replayed, and says why the rest was not.
+    What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
+    so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning
+    rates of fused optimizers are told to each replay, all else that changes has to live on the GPU (torch's
     `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
     `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
     must not wait for theirs.
@@ -214,9 +240,11 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU
-    (the message names the line); and where a loss that is kept from an eager step on the default stream would end the
-    capture: `del` it, or keep `loss.detach()`. Raises `InvalidInputError` for a batch that does not fit. A capture that
-    fails, by the function's own errors too, leaves everything as it was: call again, or go on eagerly.
+    (the message names the line), a torch optimizer that needs `capturable=True`; and where a loss that is kept from an
+    eager step on the default stream would end the capture: `del` it, or keep `loss.detach()`. Raises
+    `InvalidInputError` for a batch of another structure or other dtypes, and of several ranks for one that does not
+    fit. A capture that fails, by the function's own errors too, leaves everything as it was: call again, or go on
+    eagerly.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
     >>> def step(ids):

@@ -61,6 +61,7 @@ from tieredemb.pipeline.buffers import waits_to_load
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlannedGroup, drop_all
+from tieredemb.pipeline.summary import IN_FLIGHT, NOTHING_AHEAD, OTHER_PLANS, OTHER_RANK, WARM_UP, StepSummary
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.agreement import Agreement
 
@@ -73,20 +74,23 @@ PLANNED, NEXT_PLANNED, NEXT_LOADED, LAST_LOADED = 4, 8, 16, 32
 
 class Ring(Generic[R]):
     """A captured step. `reach`: how many batches it goes ahead, 0 or 2 · `agreement`: that of the ranks which do it
-    together, if several do: each call is a collective then."""
+    together, if several do: each call is a collective then · `summary`: where it counts how calls are run."""
 
-    def __init__(self, step: StepFunction[R], reach: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, step: StepFunction[R], reach: int, agreement: Agreement | None, summary: StepSummary) -> None:
         self.reach = reach
+        self._summary = summary
         self._step, self._agreement = step, agreement
         # of the batch that is computed, and of the next ones
         self._arenas = [Arena[R](step.buffers.another()) for _ in range(reach + 1)]
-        self._left = step.eager_steps
+        # steps before a capture: one more of several ranks that go ahead, as the first find out how much they send
+        self._left = step.eager_steps + (agreement is not None and reach > 0)
         self._plans_as_one = True  # what a step plans at once, until its function looks up something else
         self._books = step.caches if reach else []  # caches that learn of replays: these leave batches in flight
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
         self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
         self._warned = False
+        self._was_fresh = self._could = False  # of the last call: nothing in its way was in flight; it could be a graph
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
         if reach:
             brings, self._plans = (own_stream(self, step.device, -1) for _ in range(2))
@@ -110,6 +114,12 @@ class Ring(Generic[R]):
                     way, known = self._agree(agreement, batch, following)
                 arenas = self._arenas
                 unplanned = self._advance(way, told) if self.reach else arenas
+                if way & REPLAYS:
+                    self._summary.replayed += 1
+                elif way & CAPTURES:
+                    self._summary.captured += 1
+                else:
+                    self._summary.eager[self._why_eager(way)] += 1
                 if way & (REPLAYS | CAPTURES):
                     result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, told)
                     if agreement is not None:
@@ -151,7 +161,7 @@ class Ring(Generic[R]):
             if agreement is not None and waits_to_load(batch):
                 agreement.wait_for_stream()
             computing.buffers.load(batch)
-        could = 0
+        could, self._was_fresh = 0, is_fresh
         if is_fresh:
             knows = computing.graph is not None and (not self.reach or self._knows(computing, computing.graph, known))
             if knows:
@@ -168,7 +178,18 @@ class Ring(Generic[R]):
                 could |= CAPTURES
             if could and agreement is not None and not self.reach:
                 could *= self._fits(agreement, batch)
+        self._could = bool(could)
         return has | could, known
+
+    def _why_eager(self, way: int) -> str:
+        """Why a step is neither replayed nor captured."""
+        if self._could:
+            return OTHER_RANK
+        if self.reach and not (way & PLANNED and way & NEXT_PLANNED and way & LAST_LOADED):
+            return NOTHING_AHEAD
+        if not self._was_fresh:
+            return IN_FLIGHT
+        return WARM_UP if self._left > 0 else OTHER_PLANS
 
     def _load_ahead(self, batch: Any, following: Sequence[Any]) -> tuple[int, list[PlannedCall], bool]:
         """Loads a batch and those `following`, but what is planned. Returns what there is, the plans of the batch and
@@ -265,8 +286,7 @@ class Ring(Generic[R]):
             planning.drop()
         if not way & PLANNED:
             computing.unplan()
-            # one more of several ranks: the first steps find out how much these send each other
-            self._left, self._last = step.eager_steps + (self._agreement is not None), None
+            self._last = None
             if loaded:
                 wanted = computing.wanted(step, told)
                 with step.on_buffers(), self._executor.together(wanted):
