@@ -26,7 +26,7 @@ from tieredemb.lookup.bags import EqualBags, rows_space
 from tieredemb.lookup.embedding_bag_cpu import NO_WEIGHTS
 from tieredemb.step.batch import Batch
 from tieredemb.step.reading_cpu import all_are_right, bags_read
-from tieredemb.tables.group import HostGroup
+from tieredemb.tables.group import Group, HostGroup
 
 if TYPE_CHECKING:
     from tieredemb.cache.host.cache import Readable
@@ -49,29 +49,26 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
         return None
     if not place.config.pooled and not (isinstance(batch.offsets, EqualBags) and batch.offsets.length == 1):
         return None
-    ids = batch.ids if batch.ids.dtype is torch.int64 else batch.ids.to(torch.int64)
-    if isinstance(batch.offsets, EqualBags):
-        offsets = batch.offsets.edges()
+    ids, offsets = batch.ids, batch.offsets
+    if ids.dtype is not torch.int64:
+        ids = ids.to(torch.int64)
+    if isinstance(offsets, EqualBags):
+        edges = offsets.edges()
     else:
-        given = batch.offsets
-        offsets = (given if given.dtype is torch.int64 else given.to(torch.int64)).numpy()
+        edges = (offsets if offsets.dtype is torch.int64 else offsets.to(torch.int64)).numpy()
     dtype, columns = place.config.output_dtype, context.tables.columns
     # numpy's memory, as in `HostCall.pool`
     out = np.empty((batch.size, int(columns[-1])), CARRIERS[dtype])
     weights = NO_WEIGHTS
     if batch.weights is not None:
         weights = batch.weights.detach().to(torch.float32).contiguous().numpy()
-    exact = batch.exact and len(offsets) >= batch.edges  # the last edge is there
+    bags = ids.numpy(), edges, batch.exact and len(edges) >= batch.edges  # where the last edge is there
     try:
-        bags = []
-        for group in place.groups:
-            blocks = group.space.features if batch.places is None else group.space.blocks(batch.places)
-            bags.append((ids.numpy(), offsets, exact, blocks, batch.size))
-        for group, its in zip(place.groups[1:], bags[1:], strict=True):  # before the rows of any width are scored
-            if not all_are_right(*its, group.space.size):
+        for group in place.groups[1:]:  # before the rows of any width are scored
+            if not all_are_right(*bags, _blocks(group, batch), batch.size, group.space.size):
                 return None
-        for group, its in zip(place.groups, bags, strict=True):
-            assert isinstance(group, HostGroup)
+        for group in place.groups:
+            its = *bags, _blocks(group, batch), batch.size
             if not _read_group(group, its, weights, options.padding_is_dropped, kind, out):
                 return None
     except StorageError:
@@ -82,9 +79,14 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     return found if found.dtype is dtype else found.view(dtype)
 
 
+def _blocks(group: Group, batch: Batch) -> Array:
+    """Of each feature of a group the number of its block of bags, int64 (F,)."""
+    return group.space.features if batch.places is None else group.space.blocks(batch.places)
+
+
 @ranged("lookup")
 def _read_group(
-    group: HostGroup,
+    group: Group,
     bags: tuple[Array, Array, bool, Array, int],
     weights: Array,
     padding_is_dropped: bool,
@@ -94,7 +96,8 @@ def _read_group(
     """Pools the features of one group into their columns of `out`; returns False where ids or offsets are wrong.
     `bags`: ids, offsets, whether the last of these has to be the end of the ids, the block of each feature among the
     bags (`KeySpace.blocks`), and how many a feature has."""
-    space, (ids, *_, batch) = group.space, bags
+    assert isinstance(group, HostGroup)
+    space, ids, batch = group.space, bags[0], bags[-1]
     count = len(ids)
     mode = space.mode if group.config.pooled else rows_space(space.width, "sum").mode
     padding = space.padding if padding_is_dropped else np.full(len(space.padding), -1, np.int64)
