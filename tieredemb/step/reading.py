@@ -1,8 +1,7 @@
 """A lookup without gradient on the CPU, of rows whose cold storage a CPU reads as fast as its slots.
 
-One kernel finds the rows and pools them where they lie, in a slot or in cold storage. Nothing is planned, and no row is
-locked, as no backward follows. The cache then scores the rows, and says which of them come into slots
-(`HostCache.read`).
+One kernel finds the rows, scores them, and pools them where they lie, in a slot or in cold storage. Nothing is planned,
+and no row is locked, as no backward follows. The cache then says which of them come into slots (`HostCache.read`).
 
 Scores are those of a plan. Missed rows are scored in cold storage, where one that was never written is generated
 first. They come into free slots, and in one step of `BRING_EVERY` also into slots of others. Rows of a dense optimizer
