@@ -38,7 +38,7 @@ def train(module, inputs):
     module(*inputs).square().sum().backward()
 
 
-@pytest.mark.parametrize("width", [1, 8, 20, 64, 88, 200])
+@pytest.mark.parametrize("width", [1, 8, 20, 47, 64, 88, 200])
 @pytest.mark.parametrize("keywords", [
     {}, {"mode": "mean", "padding_idx": 3}, {"mode": "max", "padding_idx": 3}, {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "mode": "mean"}, {"policy": te.LRU()}, {"policy": te.LFU(remember_evicted=False)},

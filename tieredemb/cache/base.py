@@ -53,6 +53,7 @@ class PlanKind(NamedTuple):
 
 
 USE = PlanKind()
+USE_AGAIN = PlanKind(ages=False)  # in the same step of a model
 AHEAD = PlanKind(ahead=True, trains=True)
 NO_USE = PlanKind(scored=False, ages=False)  # of rows that are wanted in their slots, and for no lookup
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tieredemb.cache.policy_cpu import raised
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.kernels.cpu import inline, jit, prefetch
+from tieredemb.kernels.cpu import inline, item, jit, prefetch, put, row_at
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 RESOLVE_GRAIN = 8192
 COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
 UNIQUE, MISSED = 2, 3
-# where a row lies that is looked up without a plan: in a slot, or at `COLD` − its key; or it is not read, as padding
-NOT_READ, COLD = -1, -2
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -122,62 +121,83 @@ def claim_cell(key, cells):
 
 
 class Uses(NamedTuple):
-    """Rows that were looked up where they lie. `slots`: int32 (U,), of those in slots · `keys`: int64 (M,), of the
-    others, in order of first occurrence · `lookups`, `hits`: how many occurrences are read, and how many of rows in
-    slots."""
+    """How rows that are read where they lie are noted as used. `last_batch`, `score`: of slots · `state`: uint32
+    (rows, S), of cold rows, the last word of which is the score, 0 of one that was never written · `number`: of the
+    batch · `now`, `kind`, `unit`, `gains`, `remember`: how scores are raised (`Scoring`), those of cold rows where they
+    are remembered · `missed`: int64 (N + 1,), takes the keys of those in no slot, in order of first occurrence; scratch
+    behind these · `counted`: int64 (5,), takes `USED`."""
 
-    slots: Array
-    keys: Array
-    lookups: int
-    hits: int
-
-
-def note_uses(homes: Array, missed: int, last_batch: Array, stamp: np.int32) -> Uses:
-    """What was looked up at `homes`, int64 (N,) (`NOT_READ`, `COLD`), of which so many occurrences `missed`; stamps
-    the rows in slots."""
-    slots, keys = np.empty(len(homes), np.int32), np.empty(missed + 1, np.int64)
-    claims = np.zeros(1 << (2 * missed).bit_length(), np.int64)  # key + 1; at most half are used
-    counted = np.empty(4, np.int64)
-    uses_note(homes, last_batch, stamp, claims, slots, keys, counted)
-    used, unique, lookups, hits = counted.tolist()
-    return Uses(slots[:used], keys[:unique], lookups, hits)
+    last_batch: Array
+    score: Array
+    state: Array
+    number: int
+    now: int
+    kind: int
+    unit: float
+    gains: Array
+    remember: bool
+    missed: Array
+    counted: Array
 
 
-@jit
-def uses_note(homes, last_batch, stamp, claims, slots, keys, counted):
-    """See `note_uses`. Which rows are where, and which came before, is chance: no branch of the first loop asks."""
-    used = 0
-    missed = 0
-    lookups = 0
-    hits = 0
-    for i in range(homes.shape[0]):
-        if i + AHEAD < homes.shape[0]:
-            prefetch(last_batch, max(homes[i + AHEAD], 0))
-        home = homes[i]
-        is_hit = home >= 0
-        slot = max(home, 0)
-        before = last_batch[slot]
-        slots[used] = slot
-        used += is_hit & (before != stamp)
-        last_batch[slot] = stamp if is_hit else before
-        keys[missed] = COLD - home
-        missed += home <= COLD
-        lookups += home != NOT_READ
-        hits += is_hit
-    cells = claims.shape[0]
-    unique = 0
-    for i in range(missed):
-        key = keys[i]
-        cell = claim_cell(key, cells)
-        while claims[cell] != 0 and claims[cell] != key + 1:
-            cell = (cell + 1) & (cells - 1)
-        keys[unique] = key
-        unique += claims[cell] == 0
-        claims[cell] = key + 1
-    counted[0] = used
-    counted[1] = unique
-    counted[2] = lookups
-    counted[3] = hits
+# of `Uses.counted`: how many occurrences are read, and how many of rows in slots; how many rows in slots are, and how
+# many others, and how many of these were never written, which are left as they are
+USED = LOOKUPS, HITS, HOT_ROWS, COLD_ROWS, UNWRITTEN = range(5)
+NOTED = 256  # occurrences whose rows are searched before any of them is noted
+SEARCHED = 48  # occurrences that are searched early: most wait for memory, as nothing has read the index before
+
+
+@inline
+def uses_note(ids, first, stop, start, padding, slot_plus_one, uses):
+    """Notes the uses of rows ids[first:stop] of one table, whose first key is `start`. Which rows are where, and which
+    were noted before, is chance: no branch of the loop over occurrences asks. It writes nothing that it reads, as rows
+    that come again and again would wait for it."""
+    last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
+    stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
+    words, end = state.shape[1], missed.shape[0] - 1
+    places = row_at(slot_plus_one, start)  # of ids, as the loop over these needs all registers
+    padded, hits, hot_rows, misses = np.int64(0), np.int64(0), np.int64(0), counted[COLD_ROWS]
+    for block in range(first, stop, NOTED):
+        hot, cold = end, misses  # where slots are put, one before the other, and ids, one behind the other
+        for i in range(block, min(block + NOTED, stop)):
+            prefetch(places, item(ids, min(i + SEARCHED, stop - 1)))
+            row = item(ids, i)
+            if row == padding:
+                padded += 1
+                continue
+            place = item(places, row)
+            is_hit = np.int64(place > 0)
+            slot = max(place - 1, 0)
+            put(missed, hot, slot)
+            hot -= is_hit & (item(last_batch, slot) != stamp)
+            put(missed, cold, row)
+            cold += (place <= 0) & (place != seen)
+            hits += is_hit
+        for u in range(hot + 1, end + 1):
+            slot = item(missed, u)
+            if item(last_batch, slot) != stamp:
+                put(last_batch, slot, stamp)
+                put(score, slot, raised(np.int64(item(score, slot)), now, kind, unit, gains))
+                hot_rows += 1
+        before = misses
+        for m in range(before, cold):
+            key = item(missed, m) + start
+            if item(slot_plus_one, key) != seen:
+                put(slot_plus_one, key, seen)
+                prefetch(state, (key + 1) * words - 1)
+                put(missed, misses, key)
+                misses += 1
+        for m in range(before, misses):
+            word = (item(missed, m) + 1) * words - 1
+            old = np.int64(item(state, word))
+            if old == 0:
+                counted[UNWRITTEN] += 1
+            elif remember:
+                put(state, word, raised(old, now, kind, unit, gains))
+    counted[LOOKUPS] += stop - first - padded
+    counted[HITS] += hits
+    counted[HOT_ROWS] += hot_rows
+    counted[COLD_ROWS] = misses
 
 
 @jit

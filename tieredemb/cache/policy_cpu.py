@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from tieredemb.cache.policy import Scoring
 from tieredemb.kernels.constants import AGED, CLOCK, MAX_SCORE, MIN_SCORE
-from tieredemb.kernels.cpu import inline, jit, prefetch
+from tieredemb.kernels.cpu import inline, item, jit, prefetch
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 RAISE_GRAIN = 2048
 BINS = 1024
+GAINS = 1 << 14  # that are looked up: all that are not 0, where half a score's weight is gone after 500 batches or less
 
 
 # over slots: `score` uint32 (C,), `last_batch` int32 (C,), `key` int64 (C,)
@@ -24,8 +26,16 @@ BINS = 1024
 
 def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None:
     """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
-    bounds = even_bounds(len(slots), RAISE_GRAIN)
-    parallel_for(score_raise, bounds, slots, score, now, scoring.kind, scoring.unit)
+    bounds, terms = even_bounds(len(slots), RAISE_GRAIN), (scoring.kind, scoring.unit)
+    parallel_for(score_raise, bounds, slots, score, now, *terms, gains_of(*terms))
+
+
+@functools.cache
+def gains_of(kind: int, unit: float) -> Array:
+    """What a use adds to a score, by how far that and the clock are apart: int32 (K,), as far as it is looked up."""
+    gains = np.empty(GAINS if kind == AGED else 0, np.int32)
+    gains_fill(gains, unit)
+    return gains
 
 
 def choose_victims(
@@ -59,14 +69,27 @@ def part_of(count: int, used: int, batch: int) -> slice:
 
 
 @inline
-def raised(old, now, kind, unit):
-    """A score after one more use at clock `now`."""
+def gained(gap, unit):
+    """What a use adds to the higher of a score and the clock, which are so far apart."""
+    distance = gap / unit
+    return np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
+
+
+@jit
+def gains_fill(gains, unit):
+    for gap in range(gains.shape[0]):
+        gains[gap] = gained(gap, unit)
+
+
+@inline
+def raised(old, now, kind, unit, gains):
+    """A score after one more use at clock `now`. `gains`: see `gains_of`, as two transcendental functions took most of
+    the time of a use."""
     if kind == AGED:
-        high = max(old, now)
-        new = high
+        new = high = max(old, now)
         if old > MIN_SCORE:
-            distance = (high - min(old, now)) / unit
-            new = high + np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
+            gap = high - min(old, now)
+            new = high + (np.int64(item(gains, gap)) if gap < gains.shape[0] else gained(gap, unit))
     elif kind == CLOCK:
         new = now
     else:
@@ -75,13 +98,13 @@ def raised(old, now, kind, unit):
 
 
 @over_ranges
-def score_raise(lo, hi, slots, score, now, kind, unit):
+def score_raise(lo, hi, slots, score, now, kind, unit, gains):
     """One use at clock `now` of each slot in slots[lo:hi]."""
     for i in range(lo, hi):
         if i + 16 < hi:
             prefetch(score, slots[i + 16])
         s = slots[i]
-        score[s] = raised(np.int64(score[s]), now, kind, unit)
+        score[s] = raised(np.int64(score[s]), now, kind, unit, gains)
 
 
 @jit

@@ -1,7 +1,8 @@
 """The slots of all rows of a key space, one by one: what a cache has in place of a map over rows in memory.
 
 A row takes 4 bytes, whether it is in a slot or not, beside the 8 bytes or more of the row itself. A find is one read,
-where a map hashes and probes.
+where a map hashes and probes. A row in no slot may have a negative number there instead of 0, by which whoever reads
+rows where they lie knows those that it has met already (`cache/plan_cpu.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ AHEAD = 16  # finds whose lines are asked for early
 
 
 class RowIndex:
-    """As a `SlotMap`, of keys in [0, rows). `slot_plus_one`: int32 (rows,), of each row its slot + 1, or 0: memory that
-    is zero and not committed until it is used."""
+    """As a `SlotMap`, of keys in [0, rows). `slot_plus_one`: int32 (rows,), of each row its slot + 1, or what is not
+    positive: memory that is zero and not committed until it is used."""
 
     def __init__(self, rows: int) -> None:
         self.slot_plus_one: Array = np.zeros(rows, np.int32)
@@ -52,4 +53,4 @@ def row_index_find(lo, hi, slot_plus_one, keys, slots):
     for i in range(lo, hi):
         if i + AHEAD < hi and keys[i + AHEAD] >= 0:
             prefetch(slot_plus_one, keys[i + AHEAD])
-        slots[i] = slot_plus_one[keys[i]] - 1 if keys[i] >= 0 else NOT_FOUND
+        slots[i] = max(slot_plus_one[keys[i]], 0) - 1 if keys[i] >= 0 else NOT_FOUND

@@ -14,6 +14,7 @@ import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.ccallback import CFunc
+from numba.core.errors import TypingError
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
@@ -138,6 +139,53 @@ def prefetch(typingctx, array, index):
     return types.void(array, types.int64), codegen
 
 
+def check_contiguous(array: Any) -> None:
+    """Elements of an array with gaps would be others, without an error."""
+    if array.layout != "C":
+        raise TypingError(f"an array of layout C is needed, not {array}")
+
+
+@intrinsic
+def line_elements(typingctx, array):
+    """How many elements of `array` a cache line of 64 bytes holds: a constant, where `array.itemsize` is none, by which
+    each row would be divided."""
+
+    def codegen(context, builder, signature, args):
+        size = context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        return context.get_constant(types.intp, max(1, 64 // size))
+
+    return types.intp(array), codegen
+
+
+@intrinsic
+def item(typingctx, array, index):
+    """`array.ravel()[index]` (C-contiguous). The index is not tested for being negative, counted from the end: where a
+    kernel reads little else, the tests took it twice as long."""
+    check_contiguous(array)
+
+    def codegen(context, builder, signature, args):
+        array, index = signature.args
+        data = context.make_array(array)(context, builder, args[0]).data
+        return builder.load(builder.gep(data, [context.cast(builder, args[1], index, types.intp)]))
+
+    return array.dtype(array, index), codegen
+
+
+@intrinsic
+def put(typingctx, array, index, value):
+    """`array.ravel()[index] = value` (C-contiguous), of an index that is not negative."""
+    check_contiguous(array)
+
+    def codegen(context, builder, signature, args):
+        array, index, value = signature.args
+        data = context.make_array(array)(context, builder, args[0]).data
+        pointer = builder.gep(data, [context.cast(builder, args[1], index, types.intp)])
+        builder.store(context.cast(builder, args[2], value, array.dtype), pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, index, value), codegen
+
+
 @intrinsic
 def added(typingctx, array, index, value):
     """Adds to an element of an int64 array of one dimension, whatever other threads add; returns what it was."""
@@ -175,7 +223,7 @@ def bits_float(typingctx, value):
 # call. Indices are not tested for being negative, counted from the end, which keeps loops from being vectorised (a
 # pooled lookup took four times as long).
 
-_DIRECT = (types.float32, types.uint16, types.int16)
+DIRECT = (types.float32, types.uint16, types.int16)
 
 
 def _codec(array: Any) -> Any:
@@ -207,38 +255,58 @@ def _element(context: Any, builder: Any, kinds: Any, args: Any) -> tuple[Any, in
 
 def _emit_load(context: Any, builder: Any, kinds: Any, args: Any) -> Any:
     pointer, alignment = _element(context, builder, kinds, args)
-    value = builder.load(pointer, align=alignment)
-    if kinds[0].dtype == types.float32:
-        return value
-    if kinds[0].dtype == types.uint16:
-        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-    bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
-    return builder.bitcast(bits, ir.FloatType())
+    return as_floats(builder, builder.load(pointer, align=alignment), kinds[0].dtype)
 
 
 def _emit_store(context: Any, builder: Any, kinds: Any, args: Any, value: Any) -> None:
     pointer, alignment = _element(context, builder, kinds, args)
-    if kinds[0].dtype == types.uint16:
-        value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-    elif kinds[0].dtype == types.int16:
-        value = _bfloat16_bits(builder, value)
-    builder.store(value, pointer, align=alignment)
+    builder.store(rounded_to(builder, value, kinds[0].dtype), pointer, align=alignment)
+
+
+def _like(value: Any, element: Any) -> Any:
+    """The LLVM type of as many elements as `value` has, which is a number or a vector of numbers."""
+    return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
+
+
+def as_floats(builder: Any, value: Any, carrier: Any) -> Any:
+    """Emits as float32 what was loaded of rows that are direct: a number, or a vector of numbers."""
+    if carrier == types.float32:
+        return value
+    if carrier == types.uint16:
+        return builder.fpext(builder.bitcast(value, _like(value, ir.HalfType())), _like(value, ir.FloatType()))
+    word = _like(value, ir.IntType(32))
+    bits = builder.shl(builder.zext(value, word), _every(word, 16))
+    return builder.bitcast(bits, _like(value, ir.FloatType()))
+
+
+def rounded_to(builder: Any, value: Any, carrier: Any) -> Any:
+    """Emits a float32, or a vector of them, rounded to nearest even as rows that are direct carry it."""
+    if carrier == types.uint16:
+        half = builder.fptrunc(value, _like(value, ir.HalfType()))
+        return builder.bitcast(half, _like(value, ir.IntType(16)))
+    return _bfloat16_bits(builder, value) if carrier == types.int16 else value
+
+
+def _every(kind: Any, number: int) -> Any:
+    """A constant of an LLVM type of integers, the same in each element of a vector."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
 def _bfloat16_bits(builder: Any, value: Any) -> Any:
-    word = ir.IntType(32)
+    word = _like(value, ir.IntType(32))
     bits = builder.bitcast(value, word)
-    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-    rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
-    quiet = builder.or_(bits, word(0x400000))  # a NaN stays a NaN
-    is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
-    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), word(16)), ir.IntType(16))
+    odd = builder.and_(builder.lshr(bits, _every(word, 16)), _every(word, 1))
+    rounded = builder.add(builder.add(bits, _every(word, 0x7FFF)), odd)
+    quiet = builder.or_(bits, _every(word, 0x400000))  # a NaN stays a NaN
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, _every(word, 0x7FFFFFFF)), _every(word, 0x7F800000))
+    chosen = builder.select(is_nan, quiet, rounded)
+    return builder.trunc(builder.lshr(chosen, _every(word, 16)), _like(value, ir.IntType(16)))
 
 
 @intrinsic
 def load(typingctx, array, row, column):
     """Weight `column` of a row as float32."""
-    if array.dtype not in _DIRECT:
+    if array.dtype not in DIRECT:
         return calling(typingctx, _device(_codec(array)[1].load), array, row, column)
 
     def codegen(context, builder, signature, args):
@@ -252,7 +320,7 @@ def store(typingctx, array, row, column, value):
     """Rounds the float32 `value` to nearest even into `array[row, column]`, of rows that are direct."""
 
     def codegen(context, builder, signature, args):
-        if array.dtype in _DIRECT:  # others are stored as a whole; kernels compile this too, and never come here
+        if array.dtype in DIRECT:  # others are stored as a whole; kernels compile this too, and never come here
             _emit_store(context, builder, signature.args[:3], args[:3], args[3])
         return context.get_dummy_value()
 
@@ -271,7 +339,7 @@ def constant(value: bool) -> Any:
 @intrinsic
 def is_direct(typingctx, array):
     """Whether an element of the rows in `array` is a weight, so that `store` may write it alone: a constant."""
-    return constant(array.dtype in _DIRECT)(array)
+    return constant(array.dtype in DIRECT)(array)
 
 
 @intrinsic
@@ -283,7 +351,7 @@ def is_float(typingctx, array):
 @intrinsic
 def row_width(typingctx, array):
     """Weights of a row in `array`; 0 where it has no columns."""
-    head = 0 if array.dtype in _DIRECT else _codec(array)[0].head
+    head = 0 if array.dtype in DIRECT else _codec(array)[0].head
 
     def codegen(context, builder, signature, args):
         shape = context.make_array(signature.args[0])(context, builder, args[0]).shape
@@ -303,7 +371,7 @@ def _row_store_direct(array, row, values):
 @intrinsic
 def row_store(typingctx, array, row, values):
     """Rounds float32 `values` (1, D) into a row as a whole."""
-    function = _row_store_direct if array.dtype in _DIRECT else _device(_codec(array)[1].row_store)
+    function = _row_store_direct if array.dtype in DIRECT else _device(_codec(array)[1].row_store)
     return calling(typingctx, function, array, row, values)
 
 
@@ -316,7 +384,7 @@ def _copy_value(out, row, column, array, home, d):
 def weight_copy(typingctx, out, row, column, array, home, d):
     """Copies weight `d` of a row to an element of `out`, bit by bit where both have one dtype."""
     kinds = out, row, column, array, home, d
-    if out.dtype != array.dtype or array.dtype not in _DIRECT:
+    if out.dtype != array.dtype or array.dtype not in DIRECT:
         return calling(typingctx, _copy_value, *kinds)
 
     def codegen(context, builder, signature, args):
@@ -327,6 +395,20 @@ def weight_copy(typingctx, out, row, column, array, home, d):
         return context.get_dummy_value()
 
     return types.void(*kinds), codegen
+
+
+@intrinsic
+def row_at(typingctx, array, offset):
+    """Rows that begin so many elements after the first one of `array`, whose owner has to live on (see `borrowed`)."""
+    check_contiguous(array)
+
+    def codegen(context, builder, signature, args):
+        made = context.make_array(signature.args[0])(context, builder, args[0])
+        made.data = builder.gep(made.data, [args[1]])
+        made.meminfo = made.meminfo.type(None)
+        return made._getvalue()
+
+    return array(array, types.int64), codegen
 
 
 @inline

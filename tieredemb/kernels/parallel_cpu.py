@@ -95,15 +95,19 @@ class Pass:
             raise _no_memory()
 
 
-def over_ranges(function: Callable[..., None]) -> Any:
+def over_ranges(function: Callable[..., None], unless: Callable[..., Any] | None = None) -> Any:
     """Compiles a kernel `(lo, hi, *args)` of several threads, which `parallel_for` and `Pass` call. It returns nothing:
-    what it finds goes to its outputs."""
+    what it finds goes to its outputs. `unless`: a device function `(*args)` that is called before, by the calling
+    thread; where it returns True no range is run."""
     name, names = function.__name__, list(inspect.signature(function).parameters)[2:]
     args = ", ".join(names)
-    source = f"def {name}(_job, {args}): return _spread(_job, ({args},))"
+    source = f"def {name}(_job, {args}): return {f'0 if _unless({args}) else ' * bool(unless)}_spread(_job, ({args},))"
     place = function.__code__  # where numba looks for changes of the source, and beside which it keeps what it compiled
     lines = "\n" * (place.co_firstlineno - 1)
-    made: dict[str, Any] = {"_spread": _spread(inline(function), f"{function.__module__}_{name}".replace(".", "_"))}
+    made: dict[str, Any] = {
+        "_unless": unless,
+        "_spread": _spread(inline(function), f"{function.__module__}_{name}".replace(".", "_")),
+    }
     exec(compile(lines + source, place.co_filename, "exec"), made)
     entry = made[name]
     entry.__module__, entry.__qualname__, entry.__doc__ = function.__module__, function.__qualname__, function.__doc__

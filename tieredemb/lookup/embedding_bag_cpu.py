@@ -1,7 +1,6 @@
 """Pooled lookup of all bags of all tables on the CPU: sum, mean, max, weighted.
 
-Rows are read where they live (their homes); sums run in float32 in the order of the ids and are rounded once, into the
-output's dtype.
+Rows are read where they live (their homes); how a bag is pooled is in bag_pool_cpu.py.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.kernels.constants import MAX, MEAN
-from tieredemb.kernels.cpu import fma, inline, jit, load, prefetch, row_width, store, weight_copy
+from tieredemb.kernels.constants import MEAN
+from tieredemb.kernels.cpu import borrowed, fma, item, jit, keep, load, row_width
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
+from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_prefetch
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import Bags
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 POOL_GRAIN = 32768  # row elements a thread is worth
-LINE_BYTES = 64
-IDS_AHEAD = 12  # ids whose rows are prefetched, where bags have several: rows of 256 bytes took half as long as with 2
-BAGS_AHEAD = 8  # bags whose first row is asked for early: single ids of one feature came a quarter sooner than by 1
 NO_WEIGHTS = np.empty(0, np.float32)
 NO_ARGMAX = np.empty((0, 0), np.int32)
 
@@ -61,80 +58,25 @@ def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, g
     return gradient
 
 
-@inline
-def row_prefetch(array, row):
-    """Asks for all lines of `array[row]` unless the row is negative (padding)."""
-    if row >= 0:
-        width = array.shape[1]
-        for column in range(0, width, LINE_BYTES // array.itemsize):
-            prefetch(array, np.int64(row) * width + column)
-
-
-@inline
-def row_pool(acc, weight, home, factor, weighted):
-    """acc += factor · row, in float32."""
-    for d in range(acc.shape[0]):
-        value = load(weight, home, d)
-        acc[d] = fma(factor, value, acc[d]) if weighted else acc[d] + value
-
-
-@inline
-def row_maximum(acc, weight, home, occurrence, is_first, winners, row, first):
-    """acc = maximum of acc and the row; the first of equal values wins, a NaN wins over numbers."""
-    for d in range(acc.shape[0]):
-        value = load(weight, home, d)
-        if is_first or value > acc[d] or (value != value and acc[d] == acc[d]):
-            acc[d] = value
-            if winners.shape[0] > 0:
-                winners[row, first + d] = occurrence
-
-
 @over_ranges
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
     """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a feature a
     page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
-    width = row_width(weight)
-    weighted = weights.shape[0] > 0
-    acc = np.empty(width, np.float32)
-    ahead = max(1, BAGS_AHEAD // mode.shape[0])
-    for b in range(lo, hi):
+    sums = np.empty(row_width(weight), np.float32)
+    acc = borrowed(sums)
+    step = weight.shape[1]
+    block = block_of(weight, homes.shape[0], batch)
+    for ahead in range(lo, hi + block, block):
         for feature in range(mode.shape[0]):
-            bag = feature * batch + b
-            start = offsets[bag]
-            stop = offsets[bag + 1]
-            first = column[feature]
-            kind = mode[feature]
-            if b + ahead < batch:  # a later bag of the same feature: some bags' worth of work ahead
-                later = offsets[bag + ahead]
-                if later < homes.shape[0]:
-                    row_prefetch(weight, homes[later])
-            if stop - start == 1 and not weighted and kind != MAX and homes[start] >= 0:
-                home = homes[start]
-                for d in range(width):
-                    weight_copy(out, b, first + d, weight, home, d)
-                continue
-            for d in range(width):
-                acc[d] = np.float32(0.0)
-            count = 0
-            for i in range(start, stop):
-                if i + IDS_AHEAD < homes.shape[0]:  # also those of the next bags
-                    row_prefetch(weight, homes[i + IDS_AHEAD])
-                home = homes[i]
-                if home < 0:
-                    continue
-                if kind == MAX:
-                    row_maximum(acc, weight, home, i, count == 0, argmax, b, first)
-                elif weighted:
-                    row_pool(acc, weight, home, weights[i], True)
-                else:
-                    row_pool(acc, weight, home, np.float32(1.0), False)
-                count += 1
-            if kind == MEAN and count > 1:
-                divisor = np.float32(count)
-                for d in range(width):
-                    acc[d] /= divisor
-            for d in range(width):
-                store(out, b, first + d, acc[d])
+            bag = feature * batch
+            for i in range(item(offsets, bag + min(ahead, hi)), item(offsets, bag + min(ahead + block, hi))):
+                row_prefetch(weight, item(homes, i))
+        for b in range(max(ahead - block, lo), min(ahead, hi)):
+            for feature in range(mode.shape[0]):
+                bag, to = feature * batch + b, b * out.shape[1] + column[feature]
+                its = item(offsets, bag), item(offsets, bag + 1)
+                bag_pool(out, to, weight, homes, step, its[0], its[1], weights, mode[feature], acc, argmax)
+    keep(sums)
 
 
 @jit

@@ -29,7 +29,8 @@ from tieredemb.kernels.cpu import (
 from tieredemb.kernels.parallel_cpu import Pass, even_bounds, over_ranges
 from tieredemb.kernels.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
 from tieredemb.kernels.segments_cpu import Segments
-from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, row_prefetch
+from tieredemb.lookup.bag_pool_cpu import row_prefetch
+from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 
 if TYPE_CHECKING:

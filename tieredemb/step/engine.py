@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tieredemb.cache.base import USE, PlanKind
+from tieredemb.cache.base import USE, USE_AGAIN, PlanKind
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
@@ -199,7 +199,7 @@ class Engine:
         ages = time is None or time.begins(tables)
         if ages and tables.division is not None and tables.division.is_due_in(tables):
             return None  # a plan looks how to divide the capacity
-        kind = USE if ages else USE._replace(ages=False)
+        kind = USE if ages else USE_AGAIN
         output = call_type(place.config.device.type).read(batch, context, place, kind)
         if output is not None and time is not None:
             time.looked_up(tables, _OVER)

@@ -27,13 +27,14 @@ from tieredemb.cache.plan_cpu import (
     COUNTED,
     MISSED,
     UNIQUE,
+    USED,
     Numbering,
+    Uses,
     count_arrivals,
-    note_uses,
     number,
     resolve,
 )
-from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
+from tieredemb.cache.policy_cpu import choose_victims, gains_of, part_of, raise_scores
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
@@ -184,19 +185,15 @@ class HostCache(Cache):
             return ticket
 
     def read(
-        self,
-        look_up: Callable[[Readable], tuple[Array, int] | None],
-        kind: PlanKind,
-        *,
-        client: int | None = None,
+        self, look_up: Callable[[Readable, Uses | None], bool], count: int, kind: PlanKind, *, client: int | None = None
     ) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
         by a plan. Missed rows then come into free slots, and in one step of `BRING_EVERY` also in the place of others.
-        Returns False, and changes nothing, where `look_up` returns None.
+        Returns False, and changes nothing, where `look_up` does.
 
-        `look_up`: reads the rows. It returns where each was, int64 (N,) (`NOT_READ`, `COLD`), and how many were in no
-        slot; or None for ids that are not to be read. It is called again if it has met rows that were never written ·
-        `kind`, `client`: see `plan`.
+        `look_up`: reads the rows and notes their uses, or returns False for ids that are not to be read. It is called
+        again, to note none, if it has met rows that were never written · `count`: of ids, at most · `kind`, `client`:
+        see `plan`.
         """
         with self.plan_lock:
             self._check_usable()  # before the other lock, which a forked child may find taken for ever
@@ -204,56 +201,56 @@ class HostCache(Cache):
                 self.check_rows()  # an update may have been interrupted meanwhile
                 reading = self.plan_changes.begin(READING)
                 try:
-                    return self._read(look_up, kind, client)
+                    return self._read(look_up, count, kind, client)
                 finally:
                     self.plan_changes.clear(reading)
 
     def _read(
-        self, look_up: Callable[[Readable], tuple[Array, int] | None], kind: PlanKind, client: int | None
+        self, look_up: Callable[[Readable, Uses | None], bool], count: int, kind: PlanKind, client: int | None
     ) -> bool:
-        cold, hot, scoring = self.cold, self.hot, self.scoring
+        cold, hot, scoring, metadata = self.cold, self.hot, self.scoring, self.cold.metadata
         assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
         rows = Readable(self._index.slot_plus_one, hot.weight, cold.weight)
-        read = look_up(rows)
-        if read is None:
+        is_later = kind.ages is True or metadata.batch == 0
+        time = metadata.batch + is_later
+        self._last = batch = self._last + 1  # before rows are stamped with it, wherever this ends
+        terms = scoring.kind, scoring.unit
+        scores = scoring.now(time), *terms, gains_of(*terms), scoring.remember
+        missed, counted = np.empty(count + 1, np.int64), np.empty(len(USED), np.int64)
+        if not look_up(rows, Uses(hot.last_batch, hot.score, cold.state, batch, *scores, missed, counted)):
             return False
-        is_later = kind.ages is True or cold.metadata.batch == 0
-        cold.metadata.batch += is_later
+        metadata.batch = time
         if is_later:
             self._readings += 1
             if self._readings % BRING_EVERY == 0:
-                self._due = cold.metadata.batch
-        is_due = self._due == cold.metadata.batch
-        self._last = batch = self._last + 1
+                self._due = time
+        is_due = self._due == time
         self._clients.planner = None  # of a plan that was interrupted
-        now = scoring.now(cold.metadata.batch)
-        slots, missed, lookups, hits = note_uses(*read, hot.last_batch, stamp(batch))
-        raise_scores(slots, hot.score, now, scoring)
-        if len(missed):
-            words = (missed + 1) * cold.state.shape[1] - 1  # of all states in a row, the scores
-            untouched = missed[cold.state.reshape(-1)[words] == 0]
-            if len(untouched):
-                self._write_initial(untouched)
-                look_up(rows)
-            if scoring.remember:
-                raise_scores(words, cold.state.reshape(-1), now, scoring)
-        found = [lookups, hits, len(slots) + len(missed)]
-        self._counts["batches"] += is_later
+        lookups, hits, hot_rows, misses, unwritten = counted.tolist()
+        missed = missed[:misses]
+        if unwritten:
+            self._write_initial(missed, scores[0])
+            look_up(rows, None)
+        found, counts = [lookups, hits, hot_rows + misses], self._counts
+        counts["batches"] += is_later
         for name, value in zip(COUNTED, found, strict=True):
-            self._counts[name] += value
+            counts[name] += value
         if client is not None:
-            self._clients.planned((client,), cold.metadata.batch, COUNTED, [found])
+            self._clients.planned((client,), time, COUNTED, [found])
         if is_due and len(hot.key) > hot.capacity:
             self._retire_transients(batch)
-        if len(missed) and (hot.free or is_due):
+        if misses and (is_due or hot.free):
             self._let_in(missed, client, batch, takes=is_due)
         return True
 
-    def _write_initial(self, keys: Array) -> None:
-        """Writes rows to cold storage that never were, `keys` int64 (K,), distinct."""
-        cold = self.cold
+    def _write_initial(self, missed: Array, now: int) -> None:
+        """Writes rows to cold storage that never were, those among `missed`, int64 (K,), distinct, and scores them."""
+        cold, scoring = self.cold, self.scoring
+        keys = missed[cold.state[missed, -1] == 0]
         self._generate(keys, keys, cold.weight, cold.state, cold.layout.state_width)
         cold.state[keys, -1] = MIN_SCORE
+        if scoring.remember:
+            raise_scores((keys + 1) * cold.state.shape[1] - 1, cold.state.reshape(-1), now, scoring)
 
     def _let_in(self, keys: Array, client: int | None, batch: int, *, takes: bool) -> None:
         """Brings rows `keys`, int64 (K,), distinct, into free slots, as far as there are any. `takes`: and into those

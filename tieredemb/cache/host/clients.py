@@ -43,8 +43,9 @@ class Clients:
             counts = self.counts[number]
             for name, value in zip(names, values, strict=False):
                 counts[name] += value
-            counts["batches"] += time != self._times[number]
-            self._times[number] = time
+            if time != self._times[number]:
+                counts["batches"] += 1
+                self._times[number] = time
 
     def add(self, counted: Mapping[str, int]) -> None:
         """The `planner` has counted."""
