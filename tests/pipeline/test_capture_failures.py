@@ -547,15 +547,15 @@ def test_an_optimizer_that_cannot_be_captured_is_named_before_the_capture(gpu, k
     """And the steps that were refused have changed nothing."""
     run, twin = Run(ahead=ahead), Run()
     run.dense, twin.dense = (kind([each.scale], lr=0.01) for each in (run, twin))
-    train, told = te.graph_step(run.step), []
-    for ids in te.prefetch(IDS[:8], run.table) if ahead else IDS[:8]:
+    train, told, given = te.graph_step(run.step), [], [ids.cuda() for ids in IDS[:8]]
+    for ids in te.prefetch(given, run.table) if ahead else given:
         try:
             train(ids)
         except UnsupportedError as error:
             told.append(str(error))
-            run.step(ids.cuda())
-    for ids in IDS[:8]:
-        twin.step(ids.cuda())
+            run.step(ids)
+    for ids in given:
+        twin.step(ids)
     assert told
     for text in told:
         assert f"step() of {kind.__name__}" in text
