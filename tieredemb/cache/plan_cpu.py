@@ -14,7 +14,7 @@ import numpy as np
 
 from tieredemb.cache.policy_cpu import raised
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.kernels.cpu import inline, item, jit, prefetch, put, row_at
+from tieredemb.kernels.cpu import inline, item, jit, prefetch, put
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
@@ -148,29 +148,28 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 
 
 @inline
-def uses_note(ids, first, stop, start, padding, slot_plus_one, uses):
-    """Notes the uses of rows ids[first:stop] of one table, whose first key is `start`. Which rows are where, and which
-    were noted before, is chance: no branch of the loop over occurrences asks. It writes nothing that it reads, as rows
-    that come again and again would wait for it."""
+def uses_note(keys, first, stop, slot_plus_one, uses):
+    """Notes the uses of rows keys[first:stop], negative for padding. Which rows are where, and which were noted before,
+    is chance: no branch of the loop over occurrences asks. It writes nothing that it reads, as rows that come again and
+    again would wait for it."""
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
     stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
     words, end = state.shape[1], missed.shape[0] - 1
-    places = row_at(slot_plus_one, start)  # of ids, as the loop over these needs all registers
     padded, hits, hot_rows, misses = np.int64(0), np.int64(0), np.int64(0), counted[COLD_ROWS]
     for block in range(first, stop, NOTED):
-        hot, cold = end, misses  # where slots are put, one before the other, and ids, one behind the other
+        hot, cold = end, misses  # where slots are put, one before the other, and keys, one behind the other
         for i in range(block, min(block + NOTED, stop)):
-            prefetch(places, item(ids, min(i + SEARCHED, stop - 1)))
-            row = item(ids, i)
-            if row == padding:
+            prefetch(slot_plus_one, item(keys, min(i + SEARCHED, stop - 1)))
+            key = item(keys, i)
+            if key < 0:
                 padded += 1
                 continue
-            place = item(places, row)
+            place = item(slot_plus_one, key)
             is_hit = np.int64(place > 0)
             slot = max(place - 1, 0)
             put(missed, hot, slot)
             hot -= is_hit & (item(last_batch, slot) != stamp)
-            put(missed, cold, row)
+            put(missed, cold, key)
             cold += (place <= 0) & (place != seen)
             hits += is_hit
         for u in range(hot + 1, end + 1):
@@ -181,7 +180,7 @@ def uses_note(ids, first, stop, start, padding, slot_plus_one, uses):
                 hot_rows += 1
         before = misses
         for m in range(before, cold):
-            key = item(missed, m) + start
+            key = item(missed, m)
             if item(slot_plus_one, key) != seen:
                 put(slot_plus_one, key, seen)
                 prefetch(state, (key + 1) * words - 1)

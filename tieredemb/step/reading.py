@@ -51,10 +51,8 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     ids, offsets = batch.ids, batch.offsets
     if ids.dtype is not torch.int64:
         ids = ids.to(torch.int64)
-    if isinstance(offsets, EqualBags):
-        edges = offsets.edges()
-    else:
-        edges = (offsets if offsets.dtype is torch.int64 else offsets.to(torch.int64)).numpy()
+    # a copy, as other threads may be writing to offsets
+    edges = offsets.edges() if isinstance(offsets, EqualBags) else offsets.numpy().astype(np.int64)
     dtype, columns = place.config.output_dtype, context.tables.columns
     # numpy's memory, as in `HostCall.pool`
     out = np.empty((batch.size, int(columns[-1])), CARRIERS[dtype])
@@ -64,7 +62,8 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     bags = ids.numpy(), edges, batch.exact and len(edges) >= batch.edges  # where the last edge is there
     try:
         for group in place.groups[1:]:  # before the rows of any width are scored
-            if not all_are_right(*bags, _blocks(group, batch), batch.size, group.space.size):
+            of, keys = (group.space.first, group.space.size, group.space.padding), np.empty(len(ids), np.int64)
+            if not all_are_right(*bags, _blocks(group, batch), batch.size, *of, keys):
                 return None
         for group in place.groups:
             its = *bags, _blocks(group, batch), batch.size
@@ -101,15 +100,15 @@ def _read_group(
     mode = space.mode if group.config.pooled else rows_space(space.width, "sum").mode
     padding = space.padding if padding_is_dropped else np.full(len(space.padding), -1, np.int64)
     of = (*bags, space.first, space.size, padding, mode, space.column, weights)
-    homes = np.empty(count, np.int64)
+    scratch = np.empty(count, np.int64), np.empty(count, np.int64)
     bounds = even_bounds(batch, READ_GRAIN * batch // max(1, count * space.width))
 
     def look_up(rows: Readable, uses: Uses | None) -> bool:
         if uses is None:
-            parallel_for(bags_read, bounds, *of, *rows, *NO_USES, homes, out)
+            parallel_for(bags_read, bounds, *of, *rows, *NO_USES, *scratch, out)
             return True
         noting = [-1, *bounds] if len(bounds) > 2 else [-1, batch]
-        parallel_for(bags_read, noting, *of, *rows, *uses, homes, out)
+        parallel_for(bags_read, noting, *of, *rows, *uses, *scratch, out)
         return bool(uses.counted[0] >= 0)
 
     return group.cache.read(look_up, count, kind, client=group.client)

@@ -23,9 +23,10 @@ def edge(offsets, bag, count):
 
 
 @inline
-def bags_are_right(ids, offsets, exact, blocks, batch, size):
+def bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys):
     """Whether offsets rise from 0 to at most the number of ids, or to that where `exact`, and whether the ids in the
-    bags of features are rows of their tables, of `size` int64 (F,)."""
+    bags of features are rows of their tables, of `size` int64 (F,). Each id is read once, and its key written to
+    `keys`, int64 (N,), −1 for padding: another thread may be writing to the ids."""
     given, count = offsets.shape[0], ids.shape[0]
     right = given == 0 or (item(offsets, 0) == 0 and item(offsets, given - 1) <= count)
     for k in range(1, given):
@@ -35,18 +36,20 @@ def bags_are_right(ids, offsets, exact, blocks, batch, size):
     if right:
         outside = 0
         for f in range(blocks.shape[0]):
-            rows = np.uint64(item(size, f))
+            rows, first_key, skipped = np.uint64(item(size, f)), item(start, f), item(padding, f)
             first, stop = edge(offsets, blocks[f] * batch, count), edge(offsets, (blocks[f] + 1) * batch, count)
             for i in range(first, stop):
-                outside += np.uint64(item(ids, i)) >= rows
+                row = item(ids, i)
+                outside += np.uint64(row) >= rows
+                put(keys, i, np.int64(-1) if row == skipped else row + first_key)
         right = outside == 0
     return right
 
 
 @jit
-def all_are_right(ids, offsets, exact, blocks, batch, size):
+def all_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys):
     """See `bags_are_right`."""
-    return bags_are_right(ids, offsets, exact, blocks, batch, size)
+    return bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys)
 
 
 @inline
@@ -54,25 +57,25 @@ def reading_is_wrong(
     ids, offsets, exact, blocks, batch, start, size, padding, mode, column, weights,
     slot_plus_one, hot, cold,
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted,
-    homes, out,
+    keys, homes, out,
 ):  # fmt: skip
-    wrong = not bags_are_right(ids, offsets, exact, blocks, batch, size)
+    wrong = not bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys)
     counted[:] = -1 if wrong else 0
     return wrong
 
 
 @inline
-def rows_find(ids, first, stop, start, padding, slot_plus_one, rows, hot_at, cold_at, homes):
-    """Finds where rows ids[first:stop] of one table begin, in elements from the first of `rows`, and asks for them.
-    Rows lie in two arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes."""
+def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
+    """Finds where rows keys[first:stop] begin, in elements from the first of `rows`, and asks for them. Rows lie in two
+    arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes."""
     columns = rows.shape[1]
     for i in range(first, stop):
-        prefetch(slot_plus_one, item(ids, min(i + AHEAD, ids.shape[0] - 1)) + start)
-        key = item(ids, i) + start
-        slot = np.int64(item(slot_plus_one, key)) - 1
+        prefetch(slot_plus_one, item(keys, min(i + AHEAD, keys.shape[0] - 1)))
+        key = item(keys, i)
+        slot = np.int64(item(slot_plus_one, max(key, 0))) - 1
         is_cold = slot >> 63  # all bits, or none
         home = ((slot & ~is_cold) | (key & is_cold)) * columns + ((hot_at & ~is_cold) | (cold_at & is_cold))
-        if item(ids, i) == padding:
+        if key < 0:
             home = np.int64(NOT_READ)
         else:
             row_ask(rows, home)
@@ -84,12 +87,12 @@ def bags_read(
     lo, hi, ids, offsets, exact, blocks, batch, start, size, padding, mode, column, weights,
     slot_plus_one, hot, cold,
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted,
-    homes, out,
+    keys, homes, out,
 ):  # fmt: skip
     """All bags of samples lo … hi − 1; a range that begins at −1 notes the uses of all rows before. Moves
     D · itemsize + 20 bytes an occurrence, most of them at random, and as many a bag in order. Nothing is done, and
-    `counted[0]` is −1, where the bags are not right. `homes`: int64 (N,), scratch · for the others see `KeySpace`,
-    `Readable` and `Uses`."""
+    `counted[0]` is −1, where the bags are not right. `keys`, `homes`: int64 (N,), scratch · for the others see
+    `KeySpace`, `Readable` and `Uses`."""
     sums = np.empty(row_width(hot), np.float32)
     acc = borrowed(sums)
     count = ids.shape[0]
@@ -97,7 +100,7 @@ def bags_read(
         uses = last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted
         for f in range(mode.shape[0]):
             first, stop = edge(offsets, blocks[f] * batch, count), edge(offsets, (blocks[f] + 1) * batch, count)
-            uses_note(ids, first, stop, start[f], padding[f], slot_plus_one, uses)
+            uses_note(keys, first, stop, slot_plus_one, uses)
         lo = 0
     apart = (cold.ctypes.data - hot.ctypes.data) // hot.itemsize
     rows, hot_at, cold_at = row_at(hot, min(apart, 0)), max(-apart, 0), max(apart, 0)
@@ -106,7 +109,7 @@ def bags_read(
         for f in range(mode.shape[0]):
             bag = blocks[f] * batch
             first, stop = edge(offsets, bag + min(ahead, hi), count), edge(offsets, bag + min(ahead + block, hi), count)
-            rows_find(ids, first, stop, start[f], padding[f], slot_plus_one, rows, hot_at, cold_at, homes)
+            rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes)
         for b in range(max(ahead - block, lo), min(ahead, hi)):
             for f in range(mode.shape[0]):
                 bag, to = blocks[f] * batch + b, b * out.shape[1] + column[f]
