@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -547,6 +548,26 @@ def test_batches_of_more_and_more_ids(device, capacity, ahead):
     if device == "cuda":
         assert summary.replayed > len(given) / 2
         assert summary.replayed + summary.captured + summary.eager.total() == len(given)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("capacity", [20, 90])
+def test_counters_are_read_before_every_step(device, capacity, ahead):
+    """And steps are captured and replayed all the same."""
+    tables = [te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=te.SGD(lr=0.5)) for _ in "ab"]
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(16)]
+    train, seen = te.graph_step(lambda ids: tables[0](ids).sum().backward()), []
+    for ids in te.prefetch(given, tables[0]) if ahead else given:
+        seen.append(tables[0].stats())
+        train(ids)
+    for ids in given:
+        tables[1](ids).sum().backward()
+    assert_same_bits(bits(tables[0]), bits(tables[1]))
+    assert all(later.lookups >= before.lookups for before, later in itertools.pairwise(seen))
+    counted = [table.stats() for table in tables]
+    assert (counted[0].batches, counted[0].lookups) == (counted[1].batches, counted[1].lookups)
+    if device == "cuda":
+        assert train.summary().replayed >= 6
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -603,7 +603,11 @@ class DeviceCache(Cache):
         self.hot.score[resident] = MIN_SCORE
 
     def stats(self, client: int | None = None) -> CacheStats:
-        with self.entered():
+        with self.whole(), on_device(self.device):
+            if not self._planner.has_deferred_alone:  # those are for a captured step to bring, and counted then
+                self.complete_last()
+            super()._begin_call()
+            self._order.whole()
             return self.counted(client)
 
     def counted(self, client: int | None) -> CacheStats:

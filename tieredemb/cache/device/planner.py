@@ -210,6 +210,11 @@ class Planner:
         """Whether no rows have yet to come."""
         return not (self.unfinished or self.in_capture)
 
+    @property
+    def has_deferred_alone(self) -> bool:
+        """Whether all rows that have yet to come are left for the replay of a captured step."""
+        return not self.in_capture and all(plan.is_deferred for plan in self.unfinished.values())
+
     def place_last(self) -> None:
         """Gives slots to what is yet to come."""
         self.end_capture()
