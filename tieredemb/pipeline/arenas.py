@@ -134,7 +134,7 @@ class Arena(Generic[R]):
         self.batch = batch
 
     def load_if_it_fits(self, batch: Any) -> bool:
-        """Copies a batch in that has yet to be asked for; it will be told then that it does not fit."""
+        """Copies in a batch that has yet to be requested; one that does not fit raises when it is requested."""
         try:
             self.load(batch)
         except InvalidInputError:
@@ -145,9 +145,9 @@ class Arena(Generic[R]):
         """Of several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
         return self.ran is None or is_over(self.ran, patience)
 
-    def wanted(self, step: StepFunction[R], told: Lookups | None = None) -> list[LookupSpec]:
-        """The forwards that the batch will come to, of the modules of the step: as it has shown, or as was `told`."""
-        lookups = (told or step.lookups)(self.buffers.batch)
+    def wanted(self, step: StepFunction[R], named: Lookups | None = None) -> list[LookupSpec]:
+        """The forwards that the batch will come to, of the modules of the step: as learned, or as `named`."""
+        lookups = (named or step.lookups)(self.buffers.batch)
         return [each._replace(trains=each.trains and step.trains) for each in lookups if each.module in step.modules]
 
     def plan_at_once(self, step: StepFunction[R], made: list[PlannedGroup]) -> None:

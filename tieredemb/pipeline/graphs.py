@@ -74,18 +74,18 @@ class GraphStep(Generic[R]):
         if step.accumulates():
             return self._eagerly(step, batch, ACCUMULATES)
         reach, following = 0, list[Any]()
-        told: Lookups | None = None
+        named: Lookups | None = None
         loop = running(batch)
         if loop is not None:
             if self._agreement is None and not step.gains_ahead:
                 loop.leave_planning_to(_plan_nothing, 0)
-            elif loop.told or step.lookups.forwards:
+            elif loop.named or step.lookups.forwards:
                 reach = AHEAD
                 loop.leave_planning_to(self._give_up, reach)
-                following, told = loop.following(reach), loop.told
+                following, named = loop.following(reach), loop.named
         ring = self._rings.get(reach) or self._make_ring(step, reach)
         try:
-            return ring.run(batch, following, told)
+            return ring.run(batch, following, named)
         except InvalidInputError:
             # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
             if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):

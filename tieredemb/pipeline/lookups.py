@@ -1,4 +1,4 @@
-"""Where the ids of a batch are that a model will look up: learned from a batch that it has looked up, or told."""
+"""Where the ids of a batch are that a model will look up: learned from an earlier batch, or named by the user."""
 
 from __future__ import annotations
 
@@ -116,24 +116,24 @@ class NamedLookups:
         self._ids_of = ids_of
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
-        told = self._ids_of(batch)
-        if not isinstance(told, Mapping) or self._is_input(told):
+        named = self._ids_of(batch)
+        if not isinstance(named, Mapping) or self._is_input(named):
             if len(self._modules) != 1:
                 raise ConfigError(
                     f"ids_of must return a mapping for a model of {len(self._modules)} tiered modules, from "
-                    f"{', '.join(map(repr, self._modules))} to inputs; got {type(told).__name__}"
+                    f"{', '.join(map(repr, self._modules))} to inputs; got {type(named).__name__}"
                 )
-            told = {next(iter(self._modules)): told}
+            named = {next(iter(self._modules)): named}
         return [
             LookupSpec(module, _inputs(module, inputs))
-            for module, value in ((self._module(key), value) for key, value in told.items())
+            for module, value in ((self._module(key), value) for key, value in named.items())
             for inputs in (value if isinstance(value, list) else [value])
         ]
 
-    def _is_input(self, told: Mapping[Any, Any]) -> bool:
+    def _is_input(self, named: Mapping[Any, Any]) -> bool:
         """Whether it maps features to ids, for the only module, and not modules to inputs."""
         (name, module), *others = self._modules.items()
-        return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(told)
+        return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(named)
 
     def _module(self, key: Any) -> LookupModule:
         if isinstance(key, LookupModule) and any(key is module for module in self._modules.values()):

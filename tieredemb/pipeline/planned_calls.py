@@ -142,7 +142,7 @@ class _Listener:
             call.seen.append(LookupSpec(forward.module, forward.given, forward.trains))
 
     def leave(self) -> None:
-        with contextlib.suppress(ValueError):  # another thread may have been told of it, too
+        with contextlib.suppress(ValueError):  # another thread may have removed it, too
             LISTENERS.remove(self)
 
 

@@ -60,7 +60,7 @@ class Prefetch(Generic[B]):
                 "them with check_ids='deferred'",
                 stacklevel=3,
             )
-        self._told = None if ids_of is None else NamedLookups(self.modules, ids_of)
+        self._named = None if ids_of is None else NamedLookups(self.modules, ids_of)
         self.autotuner = autotuner_of(self.modules.values(), depth)
         self._model = model
 
@@ -71,7 +71,7 @@ class Prefetch(Generic[B]):
         source, devices = iter(self.loader), [module.tables.config.device for module in self.modules.values()]
         with (
             PlanExecutors(self.modules) as executors,
-            contextlib.closing(Run(self, executors, self._told)) as run,
+            contextlib.closing(Run(self, executors, self._named)) as run,
             backward_on_this_thread(self._model, devices) if self.depth else contextlib.nullcontext(),
         ):
             ended = False
@@ -170,17 +170,17 @@ class _Listener:
 
 
 class Run(Generic[B]):
-    """One loop over the batches. `told`: what a batch's forwards look up, where the user has told it."""
+    """One loop over the batches. `named`: what a batch's forwards look up, where the user has named it."""
 
     def __init__(
-        self, prefetch: Prefetch[B], executors: PlanExecutors, told: Callable[[B], list[LookupSpec]] | None
+        self, prefetch: Prefetch[B], executors: PlanExecutors, named: Callable[[B], list[LookupSpec]] | None
     ) -> None:
         self.queue: deque[_Fetched[B]] = deque()
-        self.told = told
+        self.named = named
         self._prefetch = prefetch
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
-        self._lookups = told
+        self._lookups = named
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
         self.asked_ahead = 0  # batches that such a step wants to know
         self._current: _Fetched[B] | None = None
@@ -189,7 +189,7 @@ class Run(Generic[B]):
         self._warned = False
         for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _running())):
             planned.drop_all()  # plans of a loop whose end was interrupted
-        self._listen(told is None and prefetch.depth > 0)
+        self._listen(named is None and prefetch.depth > 0)
         _RUNNING.append(weakref.ref(self))
 
     def fetch(self, source: Iterator[B]) -> bool:

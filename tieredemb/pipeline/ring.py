@@ -102,9 +102,9 @@ class Ring(Generic[R]):
                 # ids go to the ranks that own their rows before the last plan has settled, which the next one waits for
                 self._executor.behind = self._settles
 
-    def run(self, batch: Any, following: Sequence[Any] = (), told: Lookups | None = None) -> R:
-        """Computes `batch`, and goes ahead to those `following`, as far as they are known. `told`: what batches look
-        up, where the user has told it."""
+    def run(self, batch: Any, following: Sequence[Any] = (), named: Lookups | None = None) -> R:
+        """Computes `batch`, and goes ahead to those `following`, as far as they are known. `named`: what batches look
+        up, where the user has named it."""
         step, agreement = self._step, self._agreement
         with on_device(step.device):
             with step.locks.held():
@@ -113,7 +113,7 @@ class Ring(Generic[R]):
                 else:
                     way, known = self._agree(agreement, batch, following)
                 arenas = self._arenas
-                unplanned = self._advance(way, told) if self.reach else arenas
+                unplanned = self._advance(way, named) if self.reach else arenas
                 if way & REPLAYS:
                     self._summary.replayed += 1
                 elif way & CAPTURES:
@@ -121,12 +121,12 @@ class Ring(Generic[R]):
                 else:
                     self._summary.eager[self._why_eager(way)] += 1
                 if way & (REPLAYS | CAPTURES):
-                    result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, told)
+                    result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, named)
                     if agreement is not None:
                         arenas[-1].ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         arenas[-1].ran.record()
                     return result
-            return self._eagerly(arenas, unplanned, told)
+            return self._eagerly(arenas, unplanned, named)
 
     def give_up(self) -> None:
         """Gives up the batches that were planned for the next calls."""
@@ -262,19 +262,19 @@ class Ring(Generic[R]):
             return agreement.takes(given)
 
     def _exchanging(
-        self, computing: Arena[R], planning: Arena[R], told: Lookups | None
+        self, computing: Arena[R], planning: Arena[R], named: Lookups | None
     ) -> AbstractContextManager[None]:
         """A step is captured inside, which plans the batch of one arena and computes that of another, or the same."""
         if self._agreement is None:
             return nullcontext()
         hold(self)
-        given = [each.given for each in planning.wanted(self._step, told)]
-        planned = [each.given for each in computing.wanted(self._step, told)] if self.reach else []
+        given = [each.given for each in planning.wanted(self._step, named)]
+        planned = [each.given for each in computing.wanted(self._step, named)] if self.reach else []
         return self._agreement.capturing(given, planned=planned)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _advance(self, way: int, told: Lookups | None) -> list[Arena[R]]:
+    def _advance(self, way: int, named: Lookups | None) -> list[Arena[R]]:
         """Gives up what not all ranks have, plans the batch that is computed where it is not, and turns the ring.
         Returns the arenas whose batches are yet to be planned."""
         step, (computing, filling, planning) = self._step, self._arenas
@@ -288,14 +288,14 @@ class Ring(Generic[R]):
             computing.unplan()
             self._last = None
             if loaded:
-                wanted = computing.wanted(step, told)
+                wanted = computing.wanted(step, named)
                 with step.on_buffers(), self._executor.together(wanted):
                     computing.plan(self._executor, wanted)
         if loaded:
             self._arenas = [filling, planning, computing]
         return loaded[1:] if way & NEXT_PLANNED else loaded
 
-    def _eagerly(self, arenas: Sequence[Arena[R]], unplanned: Sequence[Arena[R]], told: Lookups | None) -> R:
+    def _eagerly(self, arenas: Sequence[Arena[R]], unplanned: Sequence[Arena[R]], named: Lookups | None) -> R:
         """The step as the function it is, in the order of a captured one: batches that are `unplanned` are planned."""
         step, computing = self._step, arenas[0]
         if not unplanned:
@@ -304,19 +304,19 @@ class Ring(Generic[R]):
                 return self._compute(computing)
         self._left -= unplanned == [arenas[-1]]  # a step of the form that is captured
         with step.on_buffers():
-            result = step.beside(lambda: self._plan_and_compute(computing, unplanned, told))
+            result = step.beside(lambda: self._plan_and_compute(computing, unplanned, named))
         self._leave()
         return result
 
     def _plan_and_compute(
-        self, computing: Arena[R], unplanned: Sequence[Arena[R]], told: Lookups | None, *, captured: bool = False
+        self, computing: Arena[R], unplanned: Sequence[Arena[R]], named: Lookups | None, *, captured: bool = False
     ) -> R:
         """The step: a batch that it goes ahead to is planned beside the one that it computes, its own before."""
         if not self.reach:
             return self._plan_at_once(computing)
         if captured and self._agreement is not None:
-            return self._go_ahead_behind_rows(self._agreement, computing, unplanned[0], told)
-        self._go_ahead(unplanned, told)
+            return self._go_ahead_behind_rows(self._agreement, computing, unplanned[0], named)
+        self._go_ahead(unplanned, named)
         return self._compute(computing)
 
     def _plan_at_once(self, computing: Arena[R]) -> R:
@@ -345,10 +345,10 @@ class Ring(Generic[R]):
             )
         return result
 
-    def _go_ahead(self, unplanned: Sequence[Arena[R]], told: Lookups | None) -> None:
+    def _go_ahead(self, unplanned: Sequence[Arena[R]], named: Lookups | None) -> None:
         """Brings the rows in of what was planned last, and plans the next batches beside that."""
         executor, plans = self._executor, self._plans
-        wanted = [arena.wanted(self._step, told) for arena in unplanned]
+        wanted = [arena.wanted(self._step, named) for arena in unplanned]
         with executor.together([lookup for each in wanted for lookup in each]) as given, forked(plans):
             caches = self._bring(given)
             with on_stream(plans):
@@ -357,11 +357,11 @@ class Ring(Generic[R]):
             plans.wait_stream(self._settles)
 
     def _go_ahead_behind_rows(
-        self, agreement: Agreement, computing: Arena[R], planning: Arena[R], told: Lookups | None
+        self, agreement: Agreement, computing: Arena[R], planning: Arena[R], named: Lookups | None
     ) -> R:
         """The same in a graph of several ranks, and the function: the ids of the batch that is planned go to other
         ranks behind the rows of the one that is computed, and so do not keep these waiting."""
-        executor, plans, wanted = self._executor, self._plans, planning.wanted(self._step, told)
+        executor, plans, wanted = self._executor, self._plans, planning.wanted(self._step, named)
         is_planned = False
 
         def plan() -> None:
@@ -394,7 +394,7 @@ class Ring(Generic[R]):
             cache.complete_last()
         return caches
 
-    def _capture(self, arenas: Sequence[Arena[R]], known: list[PlannedCall], told: Lookups | None) -> R:
+    def _capture(self, arenas: Sequence[Arena[R]], known: list[PlannedCall], named: Lookups | None) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
         replay does to the caches: no other thread's call comes between. `known`: what is planned for this batch and the
         next one."""
@@ -410,11 +410,11 @@ class Ring(Generic[R]):
                 pools = (arena.graph.graph.pool() for arena in arenas if arena.graph is not None)
                 with (
                     step.on_buffers(),
-                    self._exchanging(computing, planning, told),
+                    self._exchanging(computing, planning, named),
                     step.capture(graph, next(pools, None)),
                     forked(self._executor.stream) if self.reach else nullcontext(),
                 ):
-                    result = self._plan_and_compute(computing, [planning], told, captured=True)
+                    result = self._plan_and_compute(computing, [planning], named, captured=True)
                     planning.check_planned()
             planned = planning.calls()
             for call in (*planned, *known):
@@ -450,9 +450,9 @@ class Ring(Generic[R]):
         other ranks learn of it."""
         try:
             explain(error)
-        except UnsupportedError as told:
+        except UnsupportedError as explained:
             if self._agreement is not None:
-                self._agreement.not_captured(told)
+                self._agreement.not_captured(explained)
             raise
         if self._agreement is not None and isinstance(error, Exception):
             self._agreement.not_captured(error)

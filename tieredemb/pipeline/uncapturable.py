@@ -72,7 +72,7 @@ def explain(error: BaseException) -> None:
     is. To be called where the error is caught by `except`: out of a generator's context manager, or an `ExitStack`,
     what is raised instead would come in a cycle, which keeps the step's batch in flight until it is collected."""
     text = str(error)
-    reason = next((reason for told, reason in REASONS.items() if told in text), None)
+    reason = next((reason for text_of_torch, reason in REASONS.items() if text_of_torch in text), None)
     if reason is not None and isinstance(error, RuntimeError) and not isinstance(error, TieredEmbError):
         raise UnsupportedError(
             f"the step cannot be captured in a CUDA graph. {_line(error) or 'Inside it, or at its end'}: {reason}"
