@@ -46,7 +46,7 @@ from tieredemb.lookup.device_bags import (
     join_bags,
     new_device_bags,
     new_faults,
-    tell_fault,
+    report_fault,
     words_of,
 )
 from tieredemb.lookup.device_lookup import DeviceLookup
@@ -227,7 +227,7 @@ def found_bags(space, batch=3):
     count = max(2, len(space.space.features)) * batch + 1
     edges = Edges(torch.arange(count), count, exact=True, ids=len(ids))
     find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)
-    tell_fault(report, words.data_ptr())
+    report_fault(report, words.data_ptr())
     return bags, fault
 
 

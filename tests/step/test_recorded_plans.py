@@ -368,7 +368,7 @@ def test_a_lookup_that_cannot_be_recorded_is_launched(monkeypatch, replays):
 
     def fails(self, call, out):
         with monkeypatch.context() as patch:
-            patch.setattr(type(call), "tell", refuse)
+            patch.setattr(type(call), "report_faults", refuse)
             return recorded(self, call, out)
 
     monkeypatch.setattr(RecordedPlan, "_record_lookup", fails)

@@ -122,13 +122,13 @@ class DeviceBags:
 
 def new_faults(count: int, device: torch.device) -> torch.Tensor:
     """Room for the marks of so many batches, `Fault`s that are zero while there is none, and behind them for the
-    `Report`s of those that the host is not to hear of yet: int64 (11 · `count`,). All are to be zero when batches are
+    `Report`s of those that are reported to the host later: int64 (11 · `count`,). All are to be zero when batches are
     planned."""
     return torch.empty(count * (words_of("Fault") + words_of("Report")), dtype=torch.int64, device=device)
 
 
-def tell_fault(report: torch.Tensor, address: int) -> None:
-    """Tells the host, by the words at `address`, of the fault that `report` holds, if any. Does not synchronise."""
+def report_fault(report: torch.Tensor, address: int) -> None:
+    """Reports to the host, by the words at `address`, the fault that `report` holds, if any. Does not synchronise."""
     kernel(FILE, "fault_tell")(1, 32, report, address)
 
 

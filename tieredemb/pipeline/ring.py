@@ -431,7 +431,7 @@ class Ring(Generic[R]):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
-            self._tell(error)
+            self._explain(error)
             raise
         if planned or not self.reach:  # else another thread has given them up
             computing.graph = StepGraph(
@@ -445,8 +445,8 @@ class Ring(Generic[R]):
         self._leave()
         return result
 
-    def _tell(self, error: BaseException) -> None:
-        """A capture is given up, of which nothing has happened. Raises what tells why, where that is not `error`; the
+    def _explain(self, error: BaseException) -> None:
+        """A capture is given up, of which nothing has happened. Raises the explanation of `error`, if there is one; the
         other ranks learn of it."""
         try:
             explain(error)

@@ -65,7 +65,7 @@ class CallMemory:
         given = ids[0] if blocks == 1 else sum(ids)
         self.ids = torch.empty(given, dtype=torch.int64, device=device) if any(masks) else None
         self._pending: list[torch.cuda.Event] = []
-        self.told: set[int] = set()  # streams that use it, of which the allocator knows until it is freed
+        self.recorded_streams: set[int] = set()  # `record_stream` of its tensors was called with these
         self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
 
     def fits(self, groups: Sequence[DeviceGroup], ids: Sequence[int], batch: int, places: Places | None) -> bool:

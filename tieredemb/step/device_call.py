@@ -20,7 +20,7 @@ from tieredemb.lookup.device_bags import (
     join_bags,
     number_below,
     number_one_by_one,
-    tell_fault,
+    report_fault,
 )
 from tieredemb.step.batch import Batch
 from tieredemb.step.call_memory import CallMemory
@@ -78,7 +78,7 @@ class DeviceCall(Call):
     def set_batch(self, batch: Batch, kind: PlanKind) -> None:
         """The batch is about to be planned, by launches or a replay."""
         # with the first one of several forwards: there may be none
-        self.ids, self.tells_later = batch.ids.shape[0], kind.ahead or self.form is not None
+        self.ids, self.reports_later = batch.ids.shape[0], kind.ahead or self.form is not None
         self.rooms = self.counts()
         self.stack = batch.stack
 
@@ -201,7 +201,7 @@ class DeviceCall(Call):
             )
 
     def addresses(self) -> Sequence[int]:
-        """Where the host is told of faults of each block."""
+        """Where faults of each block are reported to the host."""
         return [report.address for report in self.context.tables.placed.now.reports]
 
     def _find_bags(self, groups: list[DeviceGroup], blocks: Sequence[tuple[torch.Tensor, Edges]]) -> None:
@@ -220,7 +220,7 @@ class DeviceCall(Call):
         """Those of one group, of number `g`."""
         memory, dropped = self.memory, not self.context.options.plans_padding
         address = self.addresses()[g if self.blocks > 1 else 0]
-        report = memory.reports[g].data_ptr() if self.tells_later else address
+        report = memory.reports[g].data_ptr() if self.reports_later else address
         find_device_bags(
             memory.bags[g], ids, edges, group.device_space, memory.faults[g], report, memory.places,
             padding_is_dropped=dropped,
@@ -268,7 +268,7 @@ class DeviceCall(Call):
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call.parts = [part.rebind(ticket) for part, ticket in zip(self.parts, tickets, strict=True)]
-        call.tells_later = True
+        call.reports_later = True
         return call
 
     def start(self, *, trains: bool) -> None:
@@ -277,19 +277,19 @@ class DeviceCall(Call):
             return
         self.follow()
         super().start(trains=trains)
-        if self.tells_later:
-            self._tell_now()
+        if self.reports_later:
+            self._report_now()
 
-    def _tell_now(self) -> None:
+    def _report_now(self) -> None:
         with self.parts[0].group.cache.using(*self.tickets):
-            self.tell()
-        self.tells_later = False
+            self.report_faults()
+        self.reports_later = False
         self.memory.joined()
 
-    def tell(self) -> None:
-        """Tells the host of a fault that the plan has found."""
+    def report_faults(self) -> None:
+        """Reports to the host the fault that the plan has found, if any."""
         for report, address in zip(self.memory.reports, self.addresses(), strict=False):
-            tell_fault(report, address)
+            report_fault(report, address)
 
     def catch_up(self) -> None:
         for part, fault in zip(self.parts, self.memory.faults, strict=True):
@@ -352,10 +352,10 @@ class DeviceCall(Call):
             if weights is None and not self.keeps_rows:
                 found = source.look_up(self)
                 if found is not None:
-                    self.tells_later = False
+                    self.reports_later = False
                     return found
             self.follow()
-            self._tell_now()
+            self._report_now()
         config = self.context.tables.config
         outs = [torch.empty(shape, dtype=config.output_dtype, device=config.device) for shape in self.output_shapes()]
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
@@ -395,8 +395,8 @@ class DeviceCall(Call):
         if self.pooled is not None or self.source is not None:  # of a recorded plan, which has not known of weights
             self.pooled = self.source = None
             self.follow()
-            if self.tells_later:
-                self._tell_now()
+            if self.reports_later:
+                self._report_now()
         width, device = self.context.tables.output_width, config.device
         bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
         rows = self._picked(stack.picked)
@@ -426,9 +426,9 @@ class DeviceCall(Call):
         if stream == self.memory.stream.cuda_stream:
             return
         held = [*more, *(value for part in self.parts for value in part.held())]
-        if stream not in self.memory.told:
+        if stream not in self.memory.recorded_streams:
             held += self.memory.tensors()
-            self.memory.told.add(stream)
+            self.memory.recorded_streams.add(stream)
         for tensor in held:
             tensor.record_stream(current_stream())
 
@@ -447,29 +447,29 @@ class DeviceCall(Call):
                 starts = None if starts is None else starts.to(torch.int64).contiguous()
             ids.append(its)
             offsets.append(starts)
-        # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
+        # each time: a replay of a graph fills the same memory anew, without a new version
         return form.batch(*join_bags(ids, offsets, form.joined, 0 if form.is_equal else form.edges))
 
     def pool_blocks(self) -> list[torch.Tensor]:
         if self.source is None:
-            self._tell()
+            self._report_if_due()
         return self.pool_all(None, differentiable=False)
 
     def begin_alone(self) -> None:
         self.source = None
-        self._tell()
+        self._report_if_due()
 
-    def _tell(self) -> None:
-        """Tells the host of a fault, unless that was done."""
-        if self.tells_later:
+    def _report_if_due(self) -> None:
+        """Reports a fault to the host, unless that was done."""
+        if self.reports_later:
             self.follow()
-            self._tell_now()
+            self._report_now()
 
     def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
         assert self.form is not None
         made, starts, whole = DeviceCall(context, self.batch), self.form.blocks[block].starts, self.parts[block]
         made.ids, made.memory, made.block = starts[place + 1] - starts[place], self.memory, block
-        made.tells_later = False
+        made.reports_later = False
         with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
             part = whole.of_client(place, slice(*starts[place : place + 2]), context)
         made.parts, made.own = [part], (part.bags.offsets, part.bags.bag)

@@ -481,7 +481,7 @@ class DeviceCache(Cache):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch = self._plan.time()  # that of all replays, of which the host hears nothing
+                metadata.batch = self._plan.time()  # that of all replays, which the host does not count
                 metadata.policy = self.scoring.name
                 self._write_back()
 

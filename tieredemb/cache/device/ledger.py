@@ -1,6 +1,6 @@
 """The ledger of a GPU's cache: the numbers of its batches, those in flight, and what they lock.
 
-Batches are numbered as they are planned. A replay plans batches too, of which the host hears nothing but that it was
+Batches are numbered as they are planned. A replay plans batches too, of which the host knows nothing but that it was
 replayed. What a launch or a replay does is data, its `Effects`, of which `count` enters the batches. Nothing here knows
 of a device. The locks of the cache guard it.
 """

@@ -226,7 +226,7 @@ class BatchPlan:
 
     @property
     def changing(self) -> Sequence[torch.Tensor]:
-        """Where it is recorded: what stands for what its launches are told anew each time."""
+        """Where it is recorded: the words that change from replay to replay."""
         return () if self.host is None else self.host.words
 
     def rebind(self) -> BatchPlan:

@@ -57,7 +57,7 @@ class Staged(Transfer):
         self._rows_lock = rows_lock
         self._changes = changes
         self._device = hot.weight.device
-        self._tell = kernel(MOVE, "missed_tell", *moves.flags)
+        self._launch_report = kernel(MOVE, "missed_tell", *moves.flags)
         self._copies = RowCopies(cold)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
         # those of the plan before, which the device may yet be reading, or which are being written
@@ -121,7 +121,7 @@ class Staged(Transfer):
         launches, missed = self._plan, plan.missed
         launches.choose(missed)
         launches.settle(plan.homes, missed, self.overflow(plan.uncached), commit=False)
-        self._tell(
+        self._launch_report(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
             host.report.words.data_ptr(), host.flags.data_ptr(), number, launches.arrivals,

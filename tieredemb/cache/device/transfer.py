@@ -86,7 +86,7 @@ class Transfer(abc.ABC):
         """Records what `move` launches for a plan whose `start` is recorded."""
 
     def expect(self, plan: BatchPlan) -> list[int]:
-        """A recorded plan is about to be replayed: what it is told (`BatchPlan.changing`) this time."""
+        """A recorded plan is about to be replayed: the values of `BatchPlan.changing` for it."""
         return []
 
     def await_report(self, plan: BatchPlan) -> None:  # noqa: B027
