@@ -650,7 +650,7 @@ def test_leaves_are_those_that_the_backward_of_this_thread_reaches(device, captu
 
     with torch.autograd.set_multithreading_enabled(False):
         for factor in (torch.ones(WIDTH), of_one_run := torch.ones(WIDTH, requires_grad=True)):
-            with leaves.heard():
+            with leaves.observe():
                 run(factor)
     assert [leaf is scale for leaf in leaves] == [True]
     assert of_one_run.grad is not None

@@ -16,7 +16,7 @@ from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
-from tieredemb.modules.forwards import heard
+from tieredemb.modules.forwards import observe_forwards
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.summary import OTHER_SHAPES
@@ -612,7 +612,7 @@ def buffers(max_ids=None):
     """Of a batch with 4 ids in 2 bags."""
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", include_last_offset=True)
     batch = {"sample": Sample(torch.arange(4), torch.tensor([0, 1, 4]), torch.zeros(2)), "name": "n"}
-    with heard() as forwards, torch.no_grad():
+    with observe_forwards() as forwards, torch.no_grad():
         table(batch["sample"].ids, batch["sample"].offsets)
     return Buffers(batch, forwards, max_ids)
 
@@ -629,7 +629,7 @@ def test_batches_are_copied_to_buffers(device):
 def test_a_batch_of_one_tensor_is_copied_or_refused(device):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
     given = torch.arange(6).reshape(2, 3)
-    with heard() as forwards, torch.no_grad():
+    with observe_forwards() as forwards, torch.no_grad():
         table(given)
     own = Buffers(given, forwards)
     for batch in (given + 1, (given + 7).cpu(), (torch.arange(6) + 13).reshape(3, 2).T, given.repeat(1, 2)[:, :3]):
@@ -646,7 +646,7 @@ def test_a_batch_of_one_tensor_is_copied_or_refused(device):
 def test_a_batch_of_many_tensors_is_copied_or_refused(device):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
     given = [torch.arange(6).reshape(2, 3) + at for at in range(5)]
-    with heard() as forwards, torch.no_grad():
+    with observe_forwards() as forwards, torch.no_grad():
         for each in given:
             table(each)
     own = Buffers(given, forwards)
@@ -709,7 +709,7 @@ def test_buffers_grow_for_more_ids_and_for_nothing_else():
 def test_bags_without_a_last_offset_have_as_many_ids_as_the_first():
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
     ids, offsets = torch.arange(4), torch.tensor([0, 1])
-    with heard() as forwards, torch.no_grad():
+    with observe_forwards() as forwards, torch.no_grad():
         table(ids, offsets)
     own = Buffers((ids, offsets), forwards, 10)
     with pytest.raises(InvalidInputError, match=r"shape \(3,\).*\(4,\)"):
@@ -723,7 +723,7 @@ def test_objects_that_cannot_be_copied_are_refused():
 
     table = te.TieredEmbedding(ROWS, WIDTH)
     batch = Opaque(torch.arange(3))
-    with heard() as forwards, torch.no_grad():
+    with observe_forwards() as forwards, torch.no_grad():
         table(batch.ids)
     with pytest.raises(InvalidInputError, match="mappings, sequences and dataclasses"):
         Buffers(batch, forwards, None)

@@ -87,7 +87,7 @@ class Step:
             raise ValueError("the step's own")
         yield
 
-    def heard(self, batch):
+    def run_observed(self, batch):
         if self.did[-1:] != ["capture"]:  # of which nothing runs
             self.did.append("eager")
             self.function()

@@ -23,7 +23,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import RESTORE
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.forwards import LISTENERS, tell
+from tieredemb.modules.forwards import LISTENERS, notify_listeners
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step import data_parallel as data_parallel  # listens for it
@@ -184,7 +184,7 @@ class TieredModule(LookupModule):
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD)."""
         if LISTENERS and not inside_backward():
-            tell(self, batch, trains=torch.is_grad_enabled() and self.trains)
+            notify_listeners(self, batch, trains=torch.is_grad_enabled() and self.trains)
         return self.engine.lookup(batch, self.call_context, self._hook if self.trains else self._hook.detach())
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up."""
+"""Listeners of forwards: how `pipeline` learns what a model looks up."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Forward:
 LISTENERS: list[Callable[[Forward], object]] = []
 
 
-def tell(module: LookupModule, batch: Batch, *, trains: bool) -> None:
-    """Tells the listeners of a forward."""
+def notify_listeners(module: LookupModule, batch: Batch, *, trains: bool) -> None:
+    """Calls the listeners with a forward of `module`."""
     offsets = batch.given[1] if batch.names_ends and len(batch.given) > 1 else None
     ends_bags = isinstance(offsets, torch.Tensor) and len(offsets) == batch.edges
     for listener in tuple(LISTENERS):
@@ -39,13 +39,13 @@ def tell(module: LookupModule, batch: Batch, *, trains: bool) -> None:
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[[Forward], object] | None = None) -> Iterator[list[Forward]]:
-    """The forwards of all modules inside the context, of any thread; or `listener` hears of them, and refuses one by
-    raising."""
+def observe_forwards(listener: Callable[[Forward], object] | None = None) -> Iterator[list[Forward]]:
+    """The forwards of all modules inside the context, of any thread; or `listener` is called with each, and refuses one
+    by raising."""
     forwards: list[Forward] = []
-    hear = listener or forwards.append
-    LISTENERS.append(hear)
+    observe = listener or forwards.append
+    LISTENERS.append(observe)
     try:
         yield forwards
     finally:
-        LISTENERS.remove(hear)
+        LISTENERS.remove(observe)

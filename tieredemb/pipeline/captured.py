@@ -129,21 +129,21 @@ class StepFunction(Generic[R]):
         with torch.autograd.set_multithreading_enabled(False):
             return detached(self._function, batch)
 
-    def heard(self, batch: Any) -> R:
-        """As a call, on the way to a capture or in it: which needs to know the leaves of its backward, and its
+    def run_observed(self, batch: Any) -> R:
+        """As a call, before a capture or in it, which needs to know the leaves of the backward and the step's
         optimizers."""
-        with self._leaves.heard(captured=torch.cuda.is_current_stream_capturing()), self._optimizers_heard():
+        with self._leaves.observe(captured=torch.cuda.is_current_stream_capturing()), self._observe_optimizers():
             return self(batch)
 
     @contextlib.contextmanager
-    def _optimizers_heard(self) -> Iterator[None]:
+    def _observe_optimizers(self) -> Iterator[None]:
         thread = threading.get_ident()
 
-        def hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def observe(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() == thread:
                 self._optimizers.add(optimizer)
 
-        hook = register_optimizer_step_pre_hook(hear)
+        hook = register_optimizer_step_pre_hook(observe)
         try:
             yield
         finally:

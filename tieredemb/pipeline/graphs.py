@@ -13,7 +13,7 @@ import torch
 from tieredemb.config import is_whole, plain
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
-from tieredemb.modules.forwards import Forward, heard
+from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import running
@@ -120,11 +120,11 @@ class GraphStep(Generic[R]):
         self._step, self._rings = None, {}
 
     def _first(self, batch: Any) -> R:
-        """As the function, and heard: which modules look up which of the batch's tensors."""
+        """Runs the function, and observes which modules look up which of the batch's tensors."""
         forwards: list[Forward] = []
         thread = threading.get_ident()
 
-        def hear(forward: Forward) -> None:
+        def observe(forward: Forward) -> None:
             if threading.get_ident() != thread:  # somebody else's
                 return
             forwards.append(forward)
@@ -135,7 +135,7 @@ class GraphStep(Generic[R]):
                     check_capturable(each.module, gpus[0])
                 check_agreed(forwards, batch)
 
-        with heard(hear), ddp_heard() as has_ddp:
+        with observe_forwards(observe), observe_ddp() as has_ddp:
             result = detached(self._function, batch)
         if _gpus(forwards):
             self._summary.eager[FIRST] += 1
@@ -189,18 +189,18 @@ def check_agreed(forwards: Sequence[Forward], batch: Any) -> None:
 
 
 @contextlib.contextmanager
-def ddp_heard() -> Iterator[list[torch.nn.Module]]:
+def observe_ddp() -> Iterator[list[torch.nn.Module]]:
     """The modules of `DistributedDataParallel` whose forwards come inside."""
     found: list[torch.nn.Module] = []
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         yield found
         return
 
-    def hear(module: torch.nn.Module, _: Any) -> None:
+    def observe(module: torch.nn.Module, _: Any) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             found.append(module)
 
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(hear)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(observe)
     try:
         yield found
     finally:

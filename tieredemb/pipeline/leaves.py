@@ -40,7 +40,7 @@ class Leaves:
         return (leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
 
     @contextlib.contextmanager
-    def heard(self, *, captured: bool = False) -> Iterator[None]:
+    def observe(self, *, captured: bool = False) -> Iterator[None]:
         """The step runs inside, its backward on this thread, and shows which leaves that reaches, and on which streams
         those are that were known before. `captured`: is captured, and shows the streams alone."""
         self._met = {number: leaf for number, leaf in self._met.items() if leaf() is not None}
@@ -48,20 +48,20 @@ class Leaves:
         thread, passes = threading.get_ident(), set()
         nodes: list[Any] = [get_gradient_edge(leaf).node for leaf in self]  # held, as the step is to find these
         unknown = [node for node in nodes if _STREAM not in node.metadata]
-        hooks = [node.register_prehook(_Hears(node.metadata, self._device)) for node in unknown]
+        hooks = [node.register_prehook(_NotesStream(node.metadata, self._device)) for node in unknown]
 
-        def hear() -> None:
+        def note() -> None:
             backward_pass = torch._C._current_graph_task_id()
             if captured or threading.get_ident() != thread or backward_pass in passes:
                 return
             passes.add(backward_pass)
             self._met |= {id(leaf): weakref.ref(leaf) for leaf in _leaves_of(_roots(), self._device)}
 
-        BACKWARDS.append(hear)
+        BACKWARDS.append(note)
         try:
             yield
         finally:
-            BACKWARDS.remove(hear)
+            BACKWARDS.remove(note)
             for hook in hooks:
                 hook.remove()
 
@@ -91,7 +91,7 @@ class Leaves:
             raise
 
 
-class _Hears:
+class _NotesStream:
     """Notes the stream on which a node runs, in its `metadata`."""
 
     def __init__(self, metadata: dict[str, Any], device: torch.device) -> None:

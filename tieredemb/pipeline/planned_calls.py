@@ -126,7 +126,7 @@ class _Call:
 
 
 class _Listener:
-    """Hears of the lookups that a call's thread makes in its model; no more once nobody has the call, as one that was
+    """Collects the lookups that a call's thread makes in its model; stops once nobody has the call, as one that was
     interrupted."""
 
     def __init__(self, call: _Call, model: nn.Module) -> None:

@@ -152,7 +152,7 @@ class _Fetched(Generic[B]):
 
 
 class _Listener:
-    """Hears of forwards for a loop; no more once nobody has the loop, as one whose beginning was interrupted."""
+    """Passes forwards to a loop; stops once nobody has the loop, as one whose beginning was interrupted."""
 
     def __init__(self, run: Run[Any]) -> None:
         self._run = weakref.ref(run)
@@ -162,7 +162,7 @@ class _Listener:
         if run is None:
             self.leave()
         else:
-            run.hear(forward)
+            run.observe(forward)
 
     def leave(self) -> None:
         with contextlib.suppress(ValueError):  # it has left, or an interrupt came before it was there
@@ -318,7 +318,7 @@ class Run(Generic[B]):
         elif self._listener is not None:
             self._listener.leave()
 
-    def hear(self, forward: Forward) -> None:
+    def observe(self, forward: Forward) -> None:
         """A forward has come, of any module."""
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
             self._seen.append(LookupSpec(forward.module, forward.given, forward.trains))

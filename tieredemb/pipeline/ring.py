@@ -166,7 +166,7 @@ class Ring(Generic[R]):
             knows = computing.graph is not None and (not self.reach or self._knows(computing, computing.graph, known))
             if knows:
                 could = REPLAYS
-                if agreement is not None:  # what it may raise all ranks are to hear of
+                if agreement is not None:  # all ranks are to raise what it may raise
                     step.before_replay()
             if (
                 self._left <= 0
@@ -324,10 +324,10 @@ class Ring(Generic[R]):
         before has looked up others than those."""
         step, planned = self._step, list[PlannedGroup]()
         if not self._plans_as_one:
-            return step.heard(computing.buffers.batch)
+            return step.run_observed(computing.buffers.batch)
         try:
             computing.plan_at_once(step, planned)
-            result = step.heard(computing.buffers.batch)
+            result = step.run_observed(computing.buffers.batch)
             self._plans_as_one = not any(each.left for _, each in planned)
             return result
         finally:
@@ -335,7 +335,7 @@ class Ring(Generic[R]):
 
     def _compute(self, computing: Arena[R]) -> R:
         """The function of the batch; its forwards find their plans."""
-        result = self._step.heard(computing.buffers.batch)
+        result = self._step.run_observed(computing.buffers.batch)
         if computing.drop() and not self._warned:
             self._warned = True
             warnings.warn(

@@ -33,7 +33,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.base import moved
 from tieredemb.modules.collection import PooledInputs, check_collection, given_tables
-from tieredemb.modules.forwards import LISTENERS, tell
+from tieredemb.modules.forwards import LISTENERS, notify_listeners
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
@@ -303,7 +303,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         """Pools a batch: (B, ΣD). A collective."""
         recomputed = inside_backward()
         if LISTENERS and not recomputed:
-            tell(self, batch, trains=self._hook.requires_grad and torch.is_grad_enabled())
+            notify_listeners(self, batch, trains=self._hook.requires_grad and torch.is_grad_enabled())
         return self._ranks.look_up(batch, self._hook, recomputed=recomputed)
 
     def follow(
