@@ -27,7 +27,7 @@ from tieredemb.pipeline.trained_as import TrainedAs
 from tieredemb.pipeline.uncapturable import check_optimizers
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
-from tieredemb.tables.options_told import OptionsTold
+from tieredemb.tables.sent_options import SentOptions
 from tieredemb.tables.table_set import NOT_BEGUN
 
 R = TypeVar("R")
@@ -80,7 +80,7 @@ class StepFunction(Generic[R]):
             if self.trains and module.is_trainable
             for engine in module.engines
         ]
-        self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
+        self._options = SentOptions([optimizer for optimizer in trained if optimizer is not None])
         optimizers = [engine.optimizer for engine in self._engines if engine.tables.step_time is not None]
         self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         self._alike = self._optimizers_alike()
@@ -197,7 +197,7 @@ class StepFunction(Generic[R]):
         for reports in self._other_reports:
             for report in reports:
                 report.check(NOT_BEGUN)
-        self._options.tell()
+        self._options.send()
 
     def after_capture(self) -> None:
         """The caches go on from the current stream, where replays run, and not from the one that was captured."""

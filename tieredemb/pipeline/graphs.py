@@ -228,7 +228,7 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     a smaller last one, is run by the function. `summary()` counts what was replayed, and says why the rest was not.
     What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
     so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning
-    rates of fused optimizers are told to each replay, all else that changes has to live on the GPU (torch's
+    rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there (torch's
     `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
     `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
     must not wait for theirs.

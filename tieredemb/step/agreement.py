@@ -64,7 +64,7 @@ class Agreement(abc.ABC):
     @abc.abstractmethod
     def agree(self, mine: int, error: Exception | None = None, *, step: int = 0, updates: bool = False) -> int:
         """The bits that all ranks have set in `mine`. `step`: which they do, by its number · `updates`: this rank could
-        replay it, by options of which its GPU was told. Raises on all ranks the `error` that one has met, or
+        replay it, with the options that its GPU has. Raises on all ranks the `error` that one has met, or
         `PeerError` where they do other steps, or have other options. A collective."""
 
     @abc.abstractmethod

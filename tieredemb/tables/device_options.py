@@ -1,4 +1,4 @@
-"""What a GPU knows of a param group: told when it has changed, and not at every step."""
+"""The options of a param group on a GPU: sent when they have changed, and not at every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tieredemb.tables.table_set import TableSet
 
 
 class DeviceOptions:
-    """The options of the tables' optimizer on their GPU; on the CPU there is nobody to tell.
+    """The options of the tables' optimizer on their GPU; on the CPU nothing is sent.
 
     Made with the optimizer: memory taken while a step is captured would belong to the graph.
     """
@@ -27,8 +27,8 @@ class DeviceOptions:
         if device.type == "cuda":
             self._numbers = torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device)
             self._skipped = torch.zeros((), dtype=torch.float32, device=device)
-        self.said: dict[str, Any] | None = None  # what was told last: another object each time
-        self.told_of: object = None  # what the caller has made these of, for it to know
+        self.sent: dict[str, Any] | None = None  # the values sent last: another object each time
+        self.made_from: object = None  # what the caller has made these values from
 
     @property
     def numbers(self) -> torch.Tensor:
@@ -48,20 +48,20 @@ class DeviceOptions:
         return any(isinstance(each, DeviceGroup) and each.is_dense for each in self._tables.groups)
 
     def note_step(self) -> None:
-        """A step is about to come, with the options that were told last."""
+        """A step is about to come, with the options that were sent last."""
         for each in self._tables.groups:
             if isinstance(each, DeviceGroup):
                 each.note_step()
 
-    def tell(self, options: Mapping[str, Any]) -> None:
+    def send(self, options: Mapping[str, Any]) -> None:
         """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
         `ConfigError` for a learning rate that is negative or no number."""
         self.note_step()
-        if self.said == options:
+        if self.sent == options:
             return
         check_rate(options["lr"])
         first = self._tables.groups[0]
         if self._numbers is not None and isinstance(first, DeviceGroup):
             with first.cache.using(), outside_capture(first.config.device):
                 first.lookup.set_options(self._numbers, options)
-        self.said = dict(options)
+        self.sent = dict(options)

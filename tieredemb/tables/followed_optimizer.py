@@ -527,11 +527,11 @@ class FollowedOptimizer:
     def upload(self) -> None:
         """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""
         config, there = self.now(), self.on_device
-        if there.told_of is config:  # in a step each of many tables asks
+        if there.made_from is config:  # in a step each of many tables asks
             there.note_step()
             return
-        there.tell(asdict(config))
-        there.told_of = config
+        there.send(asdict(config))
+        there.made_from = config
 
     def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`. A learning rate on a GPU is in none."""

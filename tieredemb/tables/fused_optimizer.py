@@ -146,10 +146,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return type(self._config), tuple(values)
 
     def upload(self) -> None:
-        """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
-        call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
+        """Sends the param group, as it is now, to the GPU. Every eager step does; after a scheduler has changed `lr`,
+        call it before replaying a captured step. Does not synchronise; on the CPU nothing is sent. Raises
         `ConfigError` for a learning rate that is negative or no number, and for other options that are not allowed."""
-        self.on_device.tell(self._checked_options())
+        self.on_device.send(self._checked_options())
 
     def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`."""

@@ -18,7 +18,7 @@ class RowOptimizer(Protocol):
     """`FusedOptimizer`, whose update comes with the backward, or `FollowedOptimizer`, whose update comes with a torch
     optimizer's step."""
 
-    on_device: DeviceOptions  # what a GPU was told of the options
+    on_device: DeviceOptions  # the options on their GPU
 
     @property
     def source(self) -> torch.optim.Optimizer | None:

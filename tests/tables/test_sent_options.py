@@ -1,4 +1,4 @@
-"""What a GPU was told of options: whether a replay has to tell it anew, found for many tables as one."""
+"""Options on a GPU: whether a replay has to send them again, found for many tables as one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import ConfigError
-from tieredemb.tables.options_told import OptionsTold
 from tieredemb.tables.param_groups import SeenGroups, is_same
+from tieredemb.tables.sent_options import SentOptions
 
 RATES = {"lr": 0.5, "betas": (0.9, 0.99), "foreach": None}
 
@@ -81,63 +81,63 @@ def uploads(monkeypatch, tables):
 
 
 def said(optimizers):
-    return [each.on_device.said["lr"] for each in optimizers]
+    return [each.on_device.sent["lr"] for each in optimizers]
 
 
-def test_what_has_not_changed_is_not_told_again(tables, uploads):
+def test_what_has_not_changed_is_not_sent_again(tables, uploads):
     optimizers, _ = tables
-    told = OptionsTold(optimizers)
+    sent = SentOptions(optimizers)
     for _ in range(3):
-        told.tell()
+        sent.send()
     assert uploads == optimizers
     assert said(optimizers) == [0.5] * 3
 
 
-def test_a_rate_that_has_changed_is_told(tables, uploads):
+def test_a_rate_that_has_changed_is_sent(tables, uploads):
     optimizers, source = tables
-    told = OptionsTold(optimizers)
-    told.tell()
+    sent = SentOptions(optimizers)
+    sent.send()
     source.param_groups[0]["lr"] = 0.25
-    told.tell()
+    sent.send()
     assert len(uploads) == 6
     assert said(optimizers) == [0.25 if each.source is source else 0.5 for each in optimizers]
 
 
-def test_a_rate_that_others_were_told_meanwhile_is_told_back(tables, uploads):
+def test_a_rate_that_others_sent_meanwhile_is_sent_back(tables, uploads):
     optimizers, source = tables
-    told = OptionsTold(optimizers)
+    sent = SentOptions(optimizers)
     first, second = source.param_groups[0]["lr"], 0.25
-    told.tell()
+    sent.send()
     source.param_groups[0]["lr"] = second
     for each in optimizers:  # an eager step
         each.upload()
     source.param_groups[0]["lr"] = first
-    told.tell()
+    sent.send()
     assert said(optimizers) == [0.5] * 3
-    told.tell()
+    sent.send()
     assert len(uploads) == 9
 
 
-def test_a_wrong_rate_is_refused_each_time_and_a_right_one_told_after(tables, uploads):
+def test_a_wrong_rate_is_refused_each_time_and_a_right_one_sent_after(tables, uploads):
     optimizers, source = tables
-    told = OptionsTold(optimizers)
-    told.tell()
+    sent = SentOptions(optimizers)
+    sent.send()
     source.param_groups[0]["lr"] = -1.0
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"-1\.0"):
-            told.tell()
+            sent.send()
     source.param_groups[0]["lr"] = 0.5
-    told.tell()
+    sent.send()
     assert said(optimizers) == [0.5] * 3
 
 
 def test_tables_that_come_to_follow_another_optimizer_are_asked_anew(followed):
     optimizers, _ = followed
-    told = OptionsTold(optimizers)
-    told.tell()
+    sent = SentOptions(optimizers)
+    sent.send()
     other = torch.optim.Adagrad([nn.Parameter(torch.zeros(1))], lr=0.125)
     optimizers[1].follow(other)
-    told.tell()
+    sent.send()
     assert said(optimizers) == [0.5, 0.125, 0.5]
 
 
@@ -146,7 +146,7 @@ def test_steps_of_a_dense_optimizer_are_noted(monkeypatch):
     optimizer, noted = bag.fused_optimizer, []
     monkeypatch.setattr(type(optimizer.on_device), "notes_steps", True)
     monkeypatch.setattr(type(optimizer.on_device), "note_step", lambda self: noted.append(self))
-    told = OptionsTold([optimizer])
+    sent = SentOptions([optimizer])
     for _ in range(3):
-        told.tell()
+        sent.send()
     assert noted == [optimizer.on_device] * 3

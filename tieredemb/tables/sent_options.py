@@ -1,5 +1,5 @@
-"""What a GPU was told of the options of many optimizers, told again before a replay where any has changed: asked as
-one, in a tenth of the time that each of many tables takes."""
+"""The options of many optimizers, as last sent to their GPU. They are sent again before a replay where any has changed,
+which is looked up for all at once: in a tenth of the time that one table after the other takes."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from tieredemb.tables.param_groups import SeenGroups
 from tieredemb.tables.row_optimizer import RowOptimizer
 
 
-class _Told(NamedTuple):
-    """Of one `optimizer`, when the GPU was told last: what its `options` there were made of (`said`), from the param
-    groups of which torch optimizer."""
+class _Sent(NamedTuple):
+    """Of one `optimizer`, when its options were sent last: the `options` on the GPU, their `values`, and the torch
+    optimizer whose param groups they came from."""
 
     optimizer: RowOptimizer
     source: torch.optim.Optimizer | None
     options: DeviceOptions
-    said: object
+    values: object
 
 
-class OptionsTold:
+class SentOptions:
     """Of the `optimizers` whose updates a captured step holds."""
 
     def __init__(self, optimizers: Sequence[RowOptimizer]) -> None:
         self._optimizers = optimizers
-        self._told: list[_Told] | None = None
+        self._sent: list[_Sent] | None = None
         self._groups: list[SeenGroups] = []
         self._dense: list[DeviceOptions] = []
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """A step is about to come: as `upload` of each. Does not synchronise. Raises `ConfigError` as that does."""
-        if self._told is not None and self._is_as_told(self._told):
+        if self._sent is not None and self._is_as_sent(self._sent):
             for options in self._dense:
                 options.note_step()
             return
-        self._told = None
+        self._sent = None
         for optimizer in self._optimizers:
             optimizer.upload()
-        told = [_Told(each, each.source, each.on_device, each.on_device.said) for each in self._optimizers]
-        sources = {id(each.source): each.source for each in told}
+        sent = [_Sent(each, each.source, each.on_device, each.on_device.sent) for each in self._optimizers]
+        sources = {id(each.source): each.source for each in sent}
         self._groups = [SeenGroups(source) for source in sources.values() if source is not None]
-        self._dense = [each.options for each in told if each.options.notes_steps]
-        self._told = told
+        self._dense = [each.options for each in sent if each.options.notes_steps]
+        self._sent = sent
 
-    def _is_as_told(self, told: list[_Told]) -> bool:
-        for optimizer, source, options, said in told:
-            if optimizer.source is not source or optimizer.on_device is not options or options.said is not said:
+    def _is_as_sent(self, sent: list[_Sent]) -> bool:
+        for optimizer, source, options, values in sent:
+            if optimizer.source is not source or optimizer.on_device is not options or options.sent is not values:
                 return False
         return all(groups.are_there() for groups in self._groups)
