@@ -275,7 +275,7 @@ class DeviceCall(Call):
         if self.pooled is not None or self.source is not None:  # nothing lies between its plan and its lookup
             self.number = next(NUMBERS)
             return
-        self.follow()
+        self.record_stream()
         super().start(trains=trains)
         if self.reports_later:
             self._report_now()
@@ -354,7 +354,7 @@ class DeviceCall(Call):
                 if found is not None:
                     self.reports_later = False
                     return found
-            self.follow()
+            self.record_stream()
             self._report_now()
         config = self.context.tables.config
         outs = [torch.empty(shape, dtype=config.output_dtype, device=config.device) for shape in self.output_shapes()]
@@ -362,7 +362,7 @@ class DeviceCall(Call):
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
         self.look_up(outs, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
         self.memory.joined()
-        self.follow()
+        self.record_stream()
         return outs
 
     @ranged("lookup")
@@ -374,7 +374,7 @@ class DeviceCall(Call):
         part.pick(ids, self.rows_to or out)
         part.join()
         self.memory.joined()
-        self.follow()
+        self.record_stream()
         return out
 
     def _picked(self, ids: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ class DeviceCall(Call):
             return StackRows(bags.to(dtype), bags[:0], None)
         if self.pooled is not None or self.source is not None:  # of a recorded plan, which has not known of weights
             self.pooled = self.source = None
-            self.follow()
+            self.record_stream()
             if self.reports_later:
                 self._report_now()
         width, device = self.context.tables.output_width, config.device
@@ -404,7 +404,7 @@ class DeviceCall(Call):
         part.pool_stack(stack, bags, self.rows_to or rows, every, weights, keep_argmax=differentiable)
         part.join()
         self.memory.joined()
-        self.follow()
+        self.record_stream()
         return StackRows(bags, rows, every)
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
@@ -417,8 +417,8 @@ class DeviceCall(Call):
         (part,) = self.parts
         part.weights = scale
 
-    def follow(self, *more: torch.Tensor) -> None:
-        """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
+    def record_stream(self, *more: torch.Tensor) -> None:
+        """As `Tensor.record_stream`, for a stream that uses the memory of the one that computed before, and `more`."""
         stream = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
         if self.own and stream != self.made_on:
             for tensor in (*self.own, *self.parts[0].held()):
@@ -462,7 +462,7 @@ class DeviceCall(Call):
     def _report_if_due(self) -> None:
         """Reports a fault to the host, unless that was done."""
         if self.reports_later:
-            self.follow()
+            self.record_stream()
             self._report_now()
 
     def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
@@ -477,11 +477,11 @@ class DeviceCall(Call):
         return made
 
     def catch_up_slice(self, forward: Forward) -> None:
-        self.follow()  # rows of other forwards, which may never come, stay behind
+        self.record_stream()  # rows of other forwards, which may never come, stay behind
         self.parts[forward.block].catch_up(self.memory.faults[forward.block], forward.place)
 
     def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
-        self.follow()
+        self.record_stream()
         self.parts[block].catch_up(self.memory.faults[block])
         return True
 

@@ -217,10 +217,10 @@ def _launch(
     forwards, block by block."""
     with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
         if len(calls) == 1:
-            calls[0].follow(*[grad for of_block in grads for grad in of_block])
+            calls[0].record_stream(*[grad for of_block in grads for grad in of_block])
         else:
             for call, grad in zip(calls, grads[0], strict=True):
-                call.follow(grad)
+                call.record_stream(grad)
         options = [each.begin() for each in updates]
         for each in updates:
             used.enter_context(each.group.cache.using(*each.tickets))
@@ -428,6 +428,6 @@ def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined
     """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
     calls, grads = _device_calls(collected), [grad for _, grad in collected]
     for call, grad in zip(calls, grads, strict=True):
-        call.follow(grad)
+        call.record_stream(grad)
     parts = [call.parts[g] for call in calls]
     return Combined(parts, grads), [part.ticket for part in parts]

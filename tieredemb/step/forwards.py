@@ -358,9 +358,9 @@ class Forward:
         """See `Call`."""
         return self.alone.tables_of_rows()
 
-    def follow(self, *more: torch.Tensor) -> None:
+    def record_stream(self, *more: torch.Tensor) -> None:
         """See `DeviceCall`."""
-        self.alone.follow(*more)  # type: ignore[attr-defined]
+        self.alone.record_stream(*more)  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Keeps none of its rows in their slots any more."""

@@ -362,7 +362,7 @@ class RecordedPlan:
                 return None
             self._lookup.replay([out.data_ptr() for out in outs])
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
-            call.follow()
+            call.record_stream()
         return outs
 
     def _has_moved(self, call: DeviceCall) -> bool:

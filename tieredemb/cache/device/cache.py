@@ -430,7 +430,7 @@ class DeviceCache(Cache):
         with self.lock, on_device(self.device):
             self.check_rows()
             self._order.compute()
-            self.transfer.follow()
+            self.transfer.wait_for_uncached()
             for ticket in tickets:
                 ticket.failed |= not ticket.is_complete
                 ticket.check()

@@ -98,7 +98,7 @@ class InPlace(Transfer):
         with slots_change_hands(self._changes, plan.missed):
             self._bring(plan)
         if not torch.cuda.is_current_stream_capturing():
-            plan.missed.follow()
+            plan.missed.record_stream()
         self._wait_aside(plan)
         plan.phase = Phase.MOVED
 

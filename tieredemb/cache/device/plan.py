@@ -152,8 +152,8 @@ class Missed:
     def size_bytes(self) -> int:
         return self._memory.nbytes
 
-    def follow(self) -> None:
-        """The current stream uses it, too."""
+    def record_stream(self) -> None:
+        """As `Tensor.record_stream`, for the current stream."""
         self._memory.record_stream(current_stream())
 
     @property

@@ -79,7 +79,7 @@ class Staged(Transfer):
     def overflow_now(self, planned: OverflowRows) -> OverflowRows:
         return self.overflow(planned.uncached)  # a later plan may have moved them to larger arrays
 
-    def follow(self) -> None:
+    def wait_for_uncached(self) -> None:
         if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # or it was waited for outside
             self._grown.wait(current_stream())
 

@@ -70,8 +70,8 @@ class Transfer(abc.ABC):
         """Where the rows are now that a batch was `planned` to use without a slot."""
         return planned
 
-    def follow(self) -> None:  # noqa: B027
-        """The current stream is about to use rows without a slot."""
+    def wait_for_uncached(self) -> None:  # noqa: B027
+        """Before the current stream uses rows without a slot: it waits for them."""
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
     # where rows pass through the host two graphs: one up to the report of what is missed, one that brings the rows in
