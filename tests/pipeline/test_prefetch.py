@@ -804,7 +804,7 @@ def test_a_loop_is_left_by_who_has_a_lock_that_its_plan_waits_for(device, monkey
     model, ended = table(capacity=6), threading.Event()
     steps = ids_of_steps(4, size=2)
     cache = model.tables.groups[0].cache
-    monkeypatch.setattr(cache, "let_go", lambda: None)  # or it would be given back when a plan is asked for
+    monkeypatch.setattr(cache, "release_locks", lambda: None)  # or it would be given back when a plan is asked for
 
     def leaves():
         loop = iter(te.prefetch(steps, model, 2, ids_of=lambda ids: ids))

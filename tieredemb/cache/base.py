@@ -173,8 +173,8 @@ class Cache(abc.ABC):
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
 
-    def let_go(self) -> None:
-        """Gives back the locks that this thread has: it is in no call of the cache, and another is about to plan. A
+    def release_locks(self) -> None:
+        """Releases the locks that this thread has: it is in no call of the cache, and another is about to plan. A
         tracer's exception at the end of a `with` block leaves them taken, and the other would wait for ever."""
         for lock in (self.lock, self.plan_lock):
             while lock._is_owned():  # type: ignore[attr-defined]
@@ -185,7 +185,8 @@ class Cache(abc.ABC):
         return any(lock._is_owned() for lock in (self.lock, self.plan_lock))  # type: ignore[attr-defined]
 
     def hold(self) -> Any:
-        """What a plan needs that will be made `ahead` by another thread; dropped, it is given up. None if nothing."""
+        """What a plan needs that will be made `ahead` by another thread: if this is freed before, no plan is made. None
+        if nothing is needed."""
         return None
 
     def ahead(self, inputs: Sequence[object], hold: Any) -> contextlib.AbstractContextManager[None]:
@@ -248,10 +249,10 @@ class Cache(abc.ABC):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def give_up_batches(self) -> None:
-        """Ends the batches in flight, whoever holds them, an exception's traceback for one: an update of theirs is
+    def abort_batches(self) -> None:
+        """Aborts the batches in flight, whoever holds them, an exception's traceback for one: an update of theirs is
         refused from now on."""
-        self._book.give_up()
+        self._book.abort()
 
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""

@@ -31,8 +31,8 @@ class Changed(Protocol):
     suspects: Suspects
     rows_version: int
 
-    def give_up_batches(self) -> None:
-        """Ends the batches in flight."""
+    def abort_batches(self) -> None:
+        """Aborts the batches in flight."""
 
     def forget(self) -> None:
         """Drops every hot row without writing it back."""
@@ -78,7 +78,7 @@ class HalfWritten(Change):
     def recover(self, cache: Changed) -> Suspect | None:
         suspect = self.suspect(cache)
         if suspect is not None and self._replaces:
-            cache.give_up_batches()
+            cache.abort_batches()
             cache.forget()
         return suspect
 

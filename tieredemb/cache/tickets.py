@@ -36,7 +36,7 @@ class Flight(abc.ABC):
 
     def __init__(self, batch: int, book: TicketBook) -> None:
         self.batch = batch
-        self.failed = False  # whether its rows are not where it says: it can only be given up
+        self.failed = False  # whether its rows are not where it says: it can only be dropped
         self._released = book.released.append
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class Hold:
 
     def __init__(self, batch: int, book: TicketBook) -> None:
         self.batch = batch
-        self._finalizer = weakref.finalize(self, book.given_up.append, batch)
+        self._finalizer = weakref.finalize(self, book.dropped.append, batch)
         self._finalizer.atexit = False
 
     @property
@@ -132,7 +132,7 @@ class TicketBook:
 
     def __init__(self) -> None:
         self.released: deque[int] = deque()
-        self.given_up: deque[int] = deque()
+        self.dropped: deque[int] = deque()
         self._live: set[int] = set()
         self._held: list[int] = []
         self._locked: deque[Locked] = deque()
@@ -144,8 +144,8 @@ class TicketBook:
         interrupt."""
         self._live &= {ticket.batch for ticket in self._tickets}
         held = [hold.batch for hold in self._holds if hold.lasts]
-        while self.given_up:
-            self.given_up.popleft()
+        while self.dropped:
+            self.dropped.popleft()
         self._held = held
 
     def open(self, ticket: Flight, ids: int = 0, uncached: bool = False) -> None:
@@ -161,8 +161,8 @@ class TicketBook:
         """Bytes of the plans that are still referenced, in flight or not."""
         return sum(ticket.size_bytes() for ticket in self._tickets)
 
-    def give_up(self) -> None:
-        """Ends all flights: their rows are about to be others."""
+    def abort(self) -> None:
+        """Aborts all batches in flight: their rows are about to be others."""
         for ticket in list(self._tickets):
             ticket.failed = True
             ticket.release()
@@ -173,10 +173,10 @@ class TicketBook:
 
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
-        while self.given_up:
-            given_up = self.given_up.popleft()
-            if given_up in self._held:  # or it was forgotten before its finaliser came to say so
-                self._held.remove(given_up)
+        while self.dropped:
+            dropped = self.dropped.popleft()
+            if dropped in self._held:  # or it was forgotten before its finaliser came to say so
+                self._held.remove(dropped)
         live = self.live
         return min((*live, *self._held)) if live or self._held else default
 

@@ -202,13 +202,13 @@ class Arena(Generic[R]):
             among.drop(each)
 
     def unplan(self) -> None:
-        """Gives up the plans as `drop` does, and keeps the batch."""
+        """Drops the plans as `drop` does, and keeps the batch."""
         batch = self.batch
         self.drop()
         self.batch = batch
 
     def drop(self) -> int:
-        """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
+        """Drops the plans that no forward has taken, and forgets the batch; returns how many there were. The current
         stream waits for them, as it may be about to overwrite what they read."""
         planned, self._planned, self.batch = self._planned, [], None
         dropped = [each for among, each in planned if among.holds(each) and not each.failed]

@@ -59,7 +59,7 @@ class GraphStep(Generic[R]):
         if step is not None:
             for division in step.divisions:
                 if division.request_if_due():
-                    self._give_up()
+                    self._drop_plans()
                     division.divide()
         if step is not None and not step.is_current():
             self._forget()
@@ -81,7 +81,7 @@ class GraphStep(Generic[R]):
                 loop.leave_planning_to(_plan_nothing, 0)
             elif loop.named or step.lookups.forwards:
                 reach = AHEAD
-                loop.leave_planning_to(self._give_up, reach)
+                loop.leave_planning_to(self._drop_plans, reach)
                 following, named = loop.following(reach), loop.named
         ring = self._rings.get(reach) or self._make_ring(step, reach)
         try:
@@ -93,7 +93,7 @@ class GraphStep(Generic[R]):
         larger = step.buffers.larger_for(batch)
         if larger is None:
             return self._eagerly(step, batch, OTHER_SHAPES)
-        self._give_up()
+        self._drop_plans()
         step.buffers, self._rings = larger, {}
         return self(batch)
 
@@ -105,18 +105,18 @@ class GraphStep(Generic[R]):
 
     def _eagerly(self, step: StepFunction[R], batch: Any, why: str) -> R:
         """The function itself, of a batch that no graph is for."""
-        self._give_up()
+        self._drop_plans()
         self._summary.eager[why] += 1
         return step(batch)
 
-    def _give_up(self) -> None:
-        """Gives up the batches that were planned for the next calls."""
+    def _drop_plans(self) -> None:
+        """Drops the plans of the batches of the next calls."""
         for ring in list(self._rings.values()):
-            ring.give_up()
+            ring.drop_plans()
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""
-        self._give_up()
+        self._drop_plans()
         self._step, self._rings = None, {}
 
     def _first(self, batch: Any) -> R:

@@ -144,7 +144,7 @@ def plan_groups(
 
 
 def drop_all(planned: Sequence[PlannedGroup]) -> None:
-    """Gives up what no forward has taken. Interrupted at one, it goes on with the others."""
+    """Drops what no forward has taken. Interrupted at one, it goes on with the others."""
     with ExitStack() as each:
         for among, waiting in planned:
             each.callback(among.drop, waiting)
@@ -220,7 +220,7 @@ def _plan_as_one(
 
         if executor is not None and executor.apart:
             for pool, _ in pools:
-                pool.groups[0].cache.let_go()
+                pool.groups[0].cache.release_locks()
             future: Future[Any] = executor.submit(plan)
         else:
             with on_device(device):

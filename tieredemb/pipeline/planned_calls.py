@@ -6,7 +6,7 @@ The hooks are on the model, and on the innermost module that holds all tables. A
 tensors that it is given, as they are then, so a model that computes ids or changes its mind is right all the same. It
 is planned forward by forward once three calls did not look up what was planned for them; a call that shows that
 modules were taken out of the model is learned anew. Tensors of inference mode are left alone: they count no versions,
-so a change would go unnoticed, and what was there before be planned. What no forward has taken is given up when the
+so a change would go unnoticed, and what was there before be planned. What no forward has taken is dropped when the
 call ends, or by the next call where an interrupt has ended it. Where a loop or a captured step has planned, and where
 nothing could be planned as one, the hooks do nothing.
 """

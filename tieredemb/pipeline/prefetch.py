@@ -76,7 +76,7 @@ class Prefetch(Generic[B]):
         ):
             ended = False
             while True:
-                while not ended and len(run.queue) <= max(self.depth, run.asked_ahead):
+                while not ended and len(run.queue) <= max(self.depth, run.requested_ahead):
                     ended = run.fetch(source)
                 if not run.queue:
                     return
@@ -100,7 +100,7 @@ def prefetch(
     Where the host is what the loop waits for, nothing can be hidden: steps on a GPU, over tiers that its kernels reach,
     are timed now and then, of several ranks on the first, and planned ahead while that makes them faster. Backward
     passes inside of the loop run on its thread, if one GPU has the whole model, and not on autograd's. Plans ahead
-    lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the loader
+    lock rows: those of `depth` batches more than without. Leaving the loop drops them. An exception of the loader
     comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time. Raises
     `ConfigError`.
 
@@ -145,7 +145,7 @@ class _Fetched(Generic[B]):
         self.planned: list[PlannedGroup] = []
 
     def drop(self, *, made: bool = False) -> int:
-        """Gives up the plans that no forward took; returns how many were made in vain. `made`: waits until these are
+        """Drops the plans that no forward took; returns how many were made in vain. `made`: waits until these are
         made, and known whether they fail."""
         planned, self.planned = self.planned, []
         return sum(among.drop(each, made=made) for among, each in planned)
@@ -181,8 +181,8 @@ class Run(Generic[B]):
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
         self._lookups = named
-        self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
-        self.asked_ahead = 0  # batches that such a step wants to know
+        self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
+        self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listener: _Listener | None = None
@@ -263,29 +263,29 @@ class Run(Generic[B]):
             following.append(fetched.batch)  # type: ignore[arg-type]
         return following
 
-    def leave_planning_to(self, give_up: Callable[[], object], ahead: int) -> None:
-        """A captured step plans the batches by itself, up to `ahead` ones. `give_up` is called when the loop is
+    def leave_planning_to(self, drop_plans: Callable[[], object], ahead: int) -> None:
+        """A captured step plans the batches by itself, up to `ahead` ones. `drop_plans` is called when the loop is
         left."""
-        if give_up in self._planners:
+        if drop_plans in self._planners:
             return
-        self.asked_ahead = max(self.asked_ahead, ahead)
+        self.requested_ahead = max(self.requested_ahead, ahead)
         if self._planners:
             warnings.warn(
                 "two captured steps take the batches of one prefetch loop: each plans the next one for itself, and "
                 "neither can replay while the other's is in flight; make one step of them",
                 stacklevel=3,
             )
-        self._planners.append(give_up)
+        self._planners.append(drop_plans)
         self._listen(False)
         self._seen.clear()
         self._drop_all()
 
     def close(self) -> None:
-        """Gives up all plans that no forward took."""
+        """Drops all plans that no forward took."""
         with contextlib.ExitStack() as each:  # one that is interrupted keeps no other from its end
             each.callback(self._drop_all)
-            for give_up in self._planners:
-                each.callback(give_up)
+            for drop_plans in self._planners:
+                each.callback(drop_plans)
             each.callback(self._listen, False)
             if self._prefetch.autotuner is not None:
                 each.callback(self._prefetch.autotuner.leave)

@@ -21,7 +21,7 @@ as the device knows what has come (`over`, `published`): so a replay that was in
 has brought in meanwhile, need no undoing.
 
 Several ranks agree before each step, between hosts, while their GPUs are busy with the step before: each tells the
-others what it has planned, and what it could do; all do what all can, and give up what not all have planned. Whether
+others what it has planned, and what it could do; all do what all can, and drop what not all have planned. Whether
 the ids of a batch are good, and fit what a graph exchanges, is looked at before the replay that plans it. Where a step
 goes ahead the graph that plans a batch finds that out, and tells the host, which reads it two steps later: a batch that
 did not fit, of which a part was planned, runs eagerly. So the host is never further ahead than two steps, and counts
@@ -128,8 +128,8 @@ class Ring(Generic[R]):
                     return result
             return self._eagerly(arenas, unplanned, named)
 
-    def give_up(self) -> None:
-        """Gives up the batches that were planned for the next calls."""
+    def drop_plans(self) -> None:
+        """Drops the plans of the batches of the next calls."""
         self._last = None
         for arena in self._arenas:
             arena.drop()
@@ -139,7 +139,7 @@ class Ring(Generic[R]):
         return self._agreement is None or all(arena.is_over(self._agreement.timeout) for arena in self._arenas)
 
     def free(self) -> None:
-        """Gives the graphs up, before the process group whose collectives they hold; the step is captured anew if it is
+        """Frees the graphs before the process group whose collectives they hold; the step is captured anew if it is
         called again."""
         for arena in self._arenas:
             graph, arena.graph = arena.graph, None
@@ -202,7 +202,7 @@ class Ring(Generic[R]):
         known = [*calls, *next_calls]
         is_fresh = self._is_fresh(computing, known)  # which puts the buffers behind the last call, too
         if not calls:
-            self.give_up()
+            self.drop_plans()
             computing.load(batch)
         has_next = bool(next_calls) or (bool(following) and filling.load_if_it_fits(following[0]))
         # what comes behind a batch is planned behind it
@@ -227,7 +227,7 @@ class Ring(Generic[R]):
         return self._last is not None and bool(known) and all(fresh)
 
     def _knows(self, computing: Arena[R], graph: StepGraph[R], known: list[PlannedCall]) -> bool:
-        """Whether the graph computes what is planned now. One that for long does not is given up."""
+        """Whether the graph computes what is planned now. One that for long does not is dropped."""
         if graph.knows(known):
             self._unknown = 0
             return True
@@ -426,11 +426,11 @@ class Ring(Generic[R]):
             effects = [cache.end_capture(_tickets(planned, cache)) for cache in books]
         except BaseException as error:
             for cache in books:
-                cache.give_up_capture()
+                cache.abort_capture()
             for call in (*planning.made(), *known):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
-            self.give_up()
+            self.drop_plans()
             self._explain(error)
             raise
         if planned or not self.reach:  # else another thread has given them up
@@ -446,7 +446,7 @@ class Ring(Generic[R]):
         return result
 
     def _explain(self, error: BaseException) -> None:
-        """A capture is given up, of which nothing has happened. Raises the explanation of `error`, if there is one; the
+        """A capture is aborted, of which nothing has happened. Raises the explanation of `error`, if there is one; the
         other ranks learn of it."""
         try:
             explain(error)
@@ -484,7 +484,7 @@ class Ring(Generic[R]):
                 cache.rows_arrived(came)
             computing.over()
         except BaseException:
-            self.give_up()
+            self.drop_plans()
             raise
         self._leave()
         return graph.result

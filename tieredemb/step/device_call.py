@@ -246,7 +246,7 @@ class DeviceCall(Call):
                 part.join()
         super().release()
 
-    def give_up_plan(self) -> None:
+    def drop_plan(self) -> None:
         """What it was planned to did not come: it is to be planned anew."""
         self.parts, self.pooled, self.recorded, self.source = [], None, None, None
 

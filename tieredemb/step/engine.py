@@ -310,7 +310,7 @@ class Engine:
         caches = [group.cache for group in self.tables.groups]
         if executor.apart:
             for cache in caches:
-                cache.let_go()
+                cache.release_locks()
         holds = [cache.hold() if executor.apart else None for cache in caches]
 
         def plan() -> Call:

@@ -153,7 +153,7 @@ class Planned:
             self.future.exception()
 
     def drop(self) -> None:
-        """Gives the plan up, now or as soon as it is made."""
+        """Drops the plan, now or as soon as it is made."""
         if not self.future.cancel():
             self.future.add_done_callback(self._release)
 
@@ -212,7 +212,7 @@ class PlannedForwards:
         return planned.left == planned.count and planned in self.waiting and not planned.failed
 
     def drop(self, planned: Planned, *, made: bool = False) -> int:
-        """Gives up what no forward has taken; returns how many there were to give up that have not failed. `made`:
+        """Drops what no forward has taken; returns how many of these there were that have not failed. `made`:
         waits until it is made, and known whether it fails."""
         if made and planned in self.waiting:
             planned.wait()

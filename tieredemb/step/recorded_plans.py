@@ -154,7 +154,7 @@ class RecordedPlans:
                 is_planned = self._plan_locked(call, batch, kind)
             if not is_planned or kind.ahead or call.complete():
                 return is_planned
-        call.give_up_plan()
+        call.drop_plan()
         return False
 
     def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
@@ -180,7 +180,7 @@ class RecordedPlans:
                 return RecordedPlan(self, call, form, batch)
             except BaseException:
                 call.release()
-                call.give_up_plan()
+                call.drop_plan()
                 raise
 
         return self._recorder.record(form, make, self.groups[0].cache.recorded) is not None

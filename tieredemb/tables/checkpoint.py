@@ -220,7 +220,7 @@ def check_replaceable(tables: TableSet) -> None:
     is_broken = any(group.cache.suspects.reason for group in tables.groups)
     for group in tables.groups:
         if is_broken:  # nothing can be done with batches in flight
-            group.cache.give_up_batches()
+            group.cache.abort_batches()
         group.cache.check_idle("load a checkpoint")
 
 

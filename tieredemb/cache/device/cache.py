@@ -361,7 +361,7 @@ class DeviceCache(Cache):
                 brings=bool(left) and all(ticket.is_complete for ticket in left),
             )
 
-    def give_up_capture(self) -> None:
+    def abort_capture(self) -> None:
         """What a captured step would have brought in is pending still."""
         with self.plan_lock, self.lock:
             self._planner.end_capture()
@@ -503,7 +503,7 @@ class DeviceCache(Cache):
         return keys[order].numpy(), bits.reshape(-1, self.cold.layout.columns), state[order].numpy().view(np.uint32)
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
-        self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
+        self.complete_last()  # of a batch that was dropped: its victims are not to be written behind the call
         super().check_loadable(parts)
         self.transfer.drain()  # the rows of the storage may be about to be replaced
 

@@ -32,10 +32,10 @@ from tieredemb.cache.device.copy_threads_cpu import (
     SLEEP,
     WAITING,
     WATCH,
+    job_abort,
     job_await,
     job_begin,
     job_finish,
-    job_give_up,
     jobs_serve,
     jobs_watch,
     report_is_there,
@@ -169,7 +169,7 @@ class CopyThreads:
             return True
 
     def finish(self) -> None:
-        """Returns once no job is under way. A job whose report has yet to come is given up."""
+        """Returns once no job is under way. A job whose report has yet to come is aborted."""
         with self._lock:
             if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are copied at once
                 self._finish()
@@ -180,12 +180,12 @@ class CopyThreads:
         return self._beginning is not None and self._beginning() is not None
 
     def _finish(self) -> None:
-        """Ends what is under way. A job whose report has yet to come is given up: the next caller waits for no GPU."""
+        """Ends what is under way. A job whose report has yet to come is aborted: the next caller waits for no GPU."""
         job, before = self._job, self._before
         if job is None:
             return
         if _is_awaited(job):
-            job_give_up(self._board)
+            job_abort(self._board)
         opened = job_finish(self._board)
         # a finaliser in the middle of it may have ended it, with jobs of its own behind
         job.is_done = job.is_done or opened == job.number

@@ -23,10 +23,10 @@ from tieredemb.kernels.native import (
 )
 
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads at work on the job, whether
-# there is a job, whether one waits for a report, whether that wait was given up, the number of the job that was opened
+# there is a job, whether one waits for a report, whether that wait was aborted, the number of the job that was opened
 # last, threads that are yet to be woken up. Then the words of the job and of the one that waits (`CopyJob.words`), and
 # the semaphores that threads sleep on.
-NEXT, AT_IT, OPEN, AWAITED, GIVEN_UP, OPENED, TO_WAKE, JOB, WAITING, SLEEP, WATCH = (
+NEXT, AT_IT, OPEN, AWAITED, ABORTED, OPENED, TO_WAKE, JOB, WAITING, SLEEP, WATCH = (
     0, 64, 128, 192, 256, 320, 384, 448, 576, 704, 768,
 )  # fmt: skip
 END = WATCH + SEMAPHORE_BYTES
@@ -147,15 +147,15 @@ def job_begin(board: int, helpers: int) -> None:
 @jit
 def job_await(board: int) -> None:
     """Wakes up the thread that waits for the report of the job that waits."""
-    atomic_exchange(board + GIVEN_UP, 0)
+    atomic_exchange(board + ABORTED, 0)
     atomic_add(board + AWAITED, 1)
     semaphore_post(board + WATCH)
 
 
 @jit
-def job_give_up(board: int) -> None:
+def job_abort(board: int) -> None:
     """Ends the wait for the report."""
-    atomic_add(board + GIVEN_UP, 1)
+    atomic_add(board + ABORTED, 1)
 
 
 @jit
@@ -182,10 +182,10 @@ def jobs_watch(board: int) -> None:
         rows, report, number, helpers = (
             load_long(waiting), load_long(waiting + 72), load_long(waiting + 80), load_long(waiting + 88),
         )  # fmt: skip
-        while not report_is_there(report, number, LOOKS + 1) and atomic_load(board + GIVEN_UP) == 0:
+        while not report_is_there(report, number, LOOKS + 1) and atomic_load(board + ABORTED) == 0:
             pass
         count = load_long(report)
-        if atomic_load(board + GIVEN_UP) == 0 and count <= rows:
+        if atomic_load(board + ABORTED) == 0 and count <= rows:
             job_close(board)
             copy_bytes(board + JOB, waiting, 8 * JOB_WORDS)
             atomic_add(board + JOB, count - rows)
@@ -210,7 +210,7 @@ def job_close(board: int) -> None:
 
 @jit
 def job_finish(board: int) -> int:
-    """Ends the wait for a report that is there, or was given up, and the job that is open; returns the number of the
+    """Ends the wait for a report that is there, or was aborted, and the job that is open; returns the number of the
     job that was opened last."""
     while atomic_load(board + AWAITED) != 0:
         yield_core()

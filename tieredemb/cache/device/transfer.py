@@ -34,7 +34,7 @@ class Transfer(abc.ABC):
     # --- a plan -----------------------------------------------------------------------------------------------------
 
     def retire(self, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
-        """Before a batch is planned that keeps the `lag` ones before it locked: gives up rows that are no longer used
+        """Before a batch is planned that keeps the `lag` ones before it locked: drops rows that are no longer used
         without a slot."""
 
     def make_room(self, rows: int) -> None:  # noqa: B027
