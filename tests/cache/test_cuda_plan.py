@@ -59,7 +59,7 @@ class Plans:
 
     def end_in_two(self):
         self.plan.choose(self.missed)
-        self.plan.settle(self.homes, self.missed, self.overflow, commit=True)
+        self.plan.assign(self.homes, self.missed, self.overflow, commit=True)
 
     def end_in_one(self):
         self.plan.place(self.missed, lag=self.lag)

@@ -473,7 +473,7 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
     plan.publish(homes, missed, overflow)
     plan.choose(missed)
     for commit in (False, True):
-        plan.settle(homes, missed, overflow, commit=commit)
+        plan.assign(homes, missed, overflow, commit=commit)
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
     assert index.isdisjoint(launched) != overflow.uncached

@@ -30,7 +30,7 @@ agree, as one may have gone, for which the GPU would wait.
 
 Exchanges of a communicator follow one another as they are launched. So the ids of the batch that is planned go behind
 the rows of the one that is computed, which would wait for them otherwise. What is found out about ids, and their
-exchange, goes on beside what the last plan has left to settle, which the plan alone waits for. As it is made amid the
+exchange, goes on beside the publishing of the last plan, which the plan alone waits for. As it is made amid the
 step, forwards of tables of this rank alone may be over on the books by then, while their update is yet to run: the
 plan comes behind it (`StreamOrder.whole`).
 
@@ -95,12 +95,12 @@ class Ring(Generic[R]):
         if reach:
             brings, self._plans = (own_stream(self, step.device, -1) for _ in range(2))
             self._executor = StreamExecutor(step.device, brings)
-            self._settles = self._plans  # where is done what has to come before the next plan
+            self._publishing = self._plans  # where the last plan is published, before the next one
         if agreement is not None:
-            self._settles = own_stream(self, step.device, -1)  # and where ids are looked at before a step
+            self._publishing = own_stream(self, step.device, -1)  # where ids are checked before a step, too
             if reach:
-                # ids go to the ranks that own their rows before the last plan has settled, which the next one waits for
-                self._executor.behind = self._settles
+                # ids go to the ranks that own their rows before the last plan is published, for which the next waits
+                self._executor.behind = self._publishing
 
     def run(self, batch: Any, following: Sequence[Any] = (), named: Lookups | None = None) -> R:
         """Computes `batch`, and goes ahead to those `following`, as far as they are known. `named`: what batches look
@@ -258,7 +258,7 @@ class Ring(Generic[R]):
         given = [each.given for each in self._step.lookups(batch) if each.module.agreement is agreement]
         if any(tensor.is_cuda for _, tensor in tensors_of(batch)):  # which the current stream has made
             return self._arenas[0].is_over() and agreement.takes(given)
-        with on_stream(self._settles):
+        with on_stream(self._publishing):
             return agreement.takes(given)
 
     def _exchanging(
@@ -354,7 +354,7 @@ class Ring(Generic[R]):
             with on_stream(plans):
                 for arena, each in zip(unplanned, wanted, strict=True):
                     arena.plan(executor, each, caches)
-            plans.wait_stream(self._settles)
+            plans.wait_stream(self._publishing)
 
     def _go_ahead_behind_rows(
         self, agreement: Agreement, computing: Arena[R], planning: Arena[R], named: Lookups | None
@@ -372,7 +372,7 @@ class Ring(Generic[R]):
                     planning.plan(executor, wanted, caches)
                 executor.stream.wait_stream(plans)
 
-        with forked(plans), forked(self._settles):
+        with forked(plans), forked(self._publishing):
             with executor.together(wanted) as given:
                 caches = self._bring(given)
             with agreement.behind_rows(plan):
@@ -386,10 +386,10 @@ class Ring(Generic[R]):
         next plan comes on one of its own, or on the one for plans. Returns the caches."""
         caches = [cache for cache in given if isinstance(cache, DeviceCache)]
         device = self._step.device
-        side_by_side(device, [cache.place_last for cache in caches], "bringing")
-        self._settles.wait_stream(torch.cuda.current_stream())
-        with on_stream(self._settles):
-            side_by_side(device, [cache.publish_last for cache in caches], "settling")
+        side_by_side(device, [cache.place_last for cache in caches], "placing")
+        self._publishing.wait_stream(torch.cuda.current_stream())
+        with on_stream(self._publishing):
+            side_by_side(device, [cache.publish_last for cache in caches], "publishing")
         for cache in caches:  # each takes all that the way to cold storage has, and leaves the rest to what computes
             cache.complete_last()
         return caches

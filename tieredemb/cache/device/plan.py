@@ -378,7 +378,7 @@ class DevicePlan:
         overflow: OverflowRows,
         may_arrive: bool = False,
     ) -> None:
-        """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
+        """Locks and scores what is resident, claims what is missed, into `missed.keys`; until it is published
         `homes` name the claims. `may_arrive`: whether rows of the plan before may be on their way yet."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags, *self.flags)
@@ -390,7 +390,7 @@ class DevicePlan:
 
     def place(self, missed: Missed, *, lag: int) -> None:
         """Gives missed keys slots, after choosing victims that make room for them: from here on rows may move. In one
-        launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
+        launch; where victims' rows have to leave before, `choose` and `assign` are two. Slots of the `lag` batches
         before are locked. Called again once the rows have moved, it does nothing."""
         rows, scoring = self.rows, self.scoring
         place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # of the file that the plan began with
@@ -403,7 +403,7 @@ class DevicePlan:
     def publish(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows) -> None:
         """Ends a plan behind `place`: later plans find the missed keys in their slots, and `homes` are resolved. Called
         again, it does nothing."""
-        self._settle(homes, missed, overflow, PUBLISH)
+        self._assign_or_publish(homes, missed, overflow, PUBLISH)
 
     def choose(self, missed: Missed) -> None:
         """Victims that make room for what is missed: their slots, into `missed.chosen`."""
@@ -414,14 +414,14 @@ class DevicePlan:
             rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
         )  # fmt: skip
 
-    def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
+    def assign(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
         """Pairs missed keys with slots. With `commit` the slots change hands, and the plan ends, as `publish` does."""
-        self._settle(homes, missed, overflow, ASSIGN | PUBLISH if commit else 0)
+        self._assign_or_publish(homes, missed, overflow, ASSIGN | PUBLISH if commit else 0)
 
-    def _settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
+    def _assign_or_publish(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
         n = homes.shape[0]
-        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
-        settle(
+        launch = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
+        launch(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n, missed.claims,
             missed.cells, self.records.whole, missed.moving, part,

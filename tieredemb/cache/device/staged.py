@@ -120,7 +120,7 @@ class Staged(Transfer):
         as there is `room` for."""
         launches, missed = self._plan, plan.missed
         launches.choose(missed)
-        launches.settle(plan.homes, missed, self.overflow(plan.uncached), commit=False)
+        launches.assign(plan.homes, missed, self.overflow(plan.uncached), commit=False)
         self._launch_report(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
@@ -202,7 +202,7 @@ class Staged(Transfer):
         """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie
         in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.uncached)
-        self._plan.settle(plan.homes, missed, overflow, commit=True)
+        self._plan.assign(plan.homes, missed, overflow, commit=True)
         self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
