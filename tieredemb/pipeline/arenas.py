@@ -47,7 +47,7 @@ class PlannedCall(Protocol):
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""
 
-    def has_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """Nothing need wait for it any more."""
 
 

@@ -101,7 +101,7 @@ def _executor(device: torch.device, waits: bool) -> PlanExecutor:
 class ThreadExecutor(ThreadPoolExecutor, PlanExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
-    apart = True
+    on_thread = True
 
     def __init__(self) -> None:
         super().__init__(1, thread_name_prefix="tieredemb-prefetch")
@@ -111,7 +111,7 @@ class StreamExecutor(PlanExecutor):
     """A stream of a GPU: the device's one for all of these, or the given one. Plans are launched there at once, and run
     when the device gets to them."""
 
-    apart = False
+    on_thread = False
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device

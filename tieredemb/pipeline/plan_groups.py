@@ -218,7 +218,7 @@ def _plan_as_one(
             call.plan(call.join(inputs), kind, may_exceed_bags=may_exceed, memory=memory)
             return forwards
 
-        if executor is not None and executor.apart:
+        if executor is not None and executor.on_thread:
             for pool, _ in pools:
                 pool.groups[0].cache.release_locks()
             future: Future[Any] = executor.submit(plan)

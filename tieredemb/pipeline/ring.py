@@ -17,7 +17,7 @@ and five at once left none to what computes.
 
 A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
 What was left for later is on the books until the replay that brings it was launched. To end it again changes nothing,
-as the device knows what has come (`over`, `published`): so a replay that was interrupted, or rows that another call
+as the device knows what has arrived (`over`, `published`): so a replay that was interrupted, or rows that another call
 has brought in meanwhile, need no undoing.
 
 Several ranks agree before each step, between hosts, while their GPUs are busy with the step before: each tells the
@@ -418,7 +418,7 @@ class Ring(Generic[R]):
                     planning.check_planned()
             planned = planning.calls()
             for call in (*planned, *known):
-                call.has_arrived()
+                call.mark_arrived()
             step.after_capture()
             if self._agreement is not None:  # raises where another has failed
                 self._agreement.agree(CAPTURES << self.reach, step=step.number)
@@ -428,7 +428,7 @@ class Ring(Generic[R]):
             for cache in books:
                 cache.abort_capture()
             for call in (*planning.made(), *known):
-                call.has_arrived()  # nothing of it has run
+                call.mark_arrived()  # nothing of it has run
             step.after_capture()
             self.drop_plans()
             self._explain(error)
@@ -476,12 +476,12 @@ class Ring(Generic[R]):
         try:
             opened = {cache: cache.apply(effects) for cache, effects in zip(books, graph.effects, strict=True)}
             planning.rebind_plans(graph, opened)
-            came = [part.ticket for call in known for part in call.parts]
+            arrived = [part.ticket for call in known for part in call.parts]
             for cache, effects in zip(books, graph.effects, strict=True):
-                came += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
+                arrived += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
             graph.graph.replay()
             for cache in books:
-                cache.rows_arrived(came)
+                cache.rows_arrived(arrived)
             computing.over()
         except BaseException:
             self.drop_plans()

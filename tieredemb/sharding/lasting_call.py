@@ -150,8 +150,8 @@ class LastingCall(ShardedCall):
         for plan in self._plans:
             plan.arrive()
 
-    def has_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """Nothing need wait for it any more."""
-        self._use.has_arrived()
+        self._use.mark_arrived()
         for plan in self._plans:
-            plan.has_arrived()
+            plan.mark_arrived()

@@ -35,9 +35,9 @@ class StreamUse:
         """The current stream waits for that, and with it all that comes."""
         if self._index is not None and self._made is not None:
             self._made.wait(current_stream(self._index))
-        self.has_arrived()
+        self.mark_arrived()
 
-    def has_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """Nothing need wait for that any more."""
         self._made = None
 

@@ -94,7 +94,7 @@ class CallMemory:
         return [value for value in (*single, *parts, *self.trained) if isinstance(value, torch.Tensor)]
 
     def __del__(self) -> None:
-        """Given up before its forward came, it is reused behind the plan that still writes to it."""
+        """Dropped before its forward came, it is reused behind the plan that still writes to it."""
         if sys.is_finalizing():
             return
         for event in getattr(self, "_pending", ()):

@@ -255,9 +255,9 @@ class DeviceCall(Call):
         for part in self.parts:
             if part.ticket.ready is not None:
                 part.ticket.ready.wait(current_stream())
-        self.has_arrived()
+        self.mark_arrived()
 
-    def has_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """Nothing need wait for what was planned ahead any more."""
         for part in self.parts:
             part.ticket.ready = None

@@ -308,10 +308,10 @@ class Engine:
             self.planned.add(planned)
             return planned
         caches = [group.cache for group in self.tables.groups]
-        if executor.apart:
+        if executor.on_thread:
             for cache in caches:
                 cache.release_locks()
-        holds = [cache.hold() if executor.apart else None for cache in caches]
+        holds = [cache.hold() if executor.on_thread else None for cache in caches]
 
         def plan() -> Call:
             with contextlib.ExitStack() as ahead:
@@ -320,7 +320,7 @@ class Engine:
                 return now()
 
         # before the executor's stream is used: a capture on another thread may have forked into it
-        with contextlib.nullcontext() if executor.apart else self.tables.planning():
+        with contextlib.nullcontext() if executor.on_thread else self.tables.planning():
             planned = Planned([(self.tables, given)], executor.submit(plan))
         self.planned.add(planned)
         return planned

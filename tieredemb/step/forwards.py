@@ -118,7 +118,7 @@ class Forwards(Shareable):
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
         self._node: tuple[weakref.ref[Calls], dict[int, torch.Tensor]] | None = None
-        self.awaited = set(every)  # forwards that have yet to come
+        self.expected = set(every)  # forwards that have yet to come
         self._lagging: list[Forward] = []  # those that have come, whose rows are to be brought to the current step
         self._taking = threading.Lock()  # of those by one thread
 
@@ -147,9 +147,9 @@ class Forwards(Shareable):
         """The current stream of a GPU waits for what was planned ahead."""
         self.call.arrive()  # type: ignore[attr-defined]
 
-    def has_arrived(self) -> None:
+    def mark_arrived(self) -> None:
         """Nothing need wait for what was planned ahead any more."""
-        self.call.has_arrived()  # type: ignore[attr-defined]
+        self.call.mark_arrived()  # type: ignore[attr-defined]
 
     def rebind(self, tickets: Sequence[DeviceTicket]) -> Forwards:
         """Those that a replay has planned to where these were, with the `tickets` of their parts."""
@@ -183,17 +183,17 @@ class Forwards(Shareable):
             self.call.start(trains=False)
         if self._is_as_looked_up(forward.block):
             if self._node is None:
-                came, leaf = Calls(), hook.detach().requires_grad_()  # of its own, as in `Engine.lookup`
-                outputs = dict(enumerate(LOOKUP(leaf, None, came, self._outputs)))
+                calls, leaf = Calls(), hook.detach().requires_grad_()  # of its own, as in `Engine.lookup`
+                outputs = dict(enumerate(LOOKUP(leaf, None, calls, self._outputs)))
                 for position in outputs.keys() - self._in_flight:
                     del outputs[position]
-                self._node = weakref.ref(came), outputs
+                self._node = weakref.ref(calls), outputs
             of_node, outputs = self._node
-            came_there = of_node()
-            if came_there is not None:
+            node_calls = of_node()
+            if node_calls is not None:
                 output = outputs.pop(forward.position, None)
-            if output is not None and came_there is not None:
-                came_there[forward.position] = forward
+            if output is not None and node_calls is not None:
+                node_calls[forward.position] = forward
         if self.is_dense:
             if output is None:
                 forward.catch_up()
@@ -205,7 +205,7 @@ class Forwards(Shareable):
         """The rows of a forward that has come, and of no other, are brought to the steps that their table has taken:
         once it is known which forwards come, and at the latest before the next step."""
         self._lagging.append(forward)
-        if self.awaited:
+        if self.expected:
             LAGGING.add(weakref.ref(self))
         else:
             self.catch_up_those_that_came()
@@ -260,8 +260,8 @@ class Forwards(Shareable):
         self.release_part(*[forward.position for forward in those])
 
     def release_part(self, *positions: int) -> None:
-        self.awaited.difference_update(positions)
-        if self._lagging and not self.awaited:
+        self.expected.difference_update(positions)
+        if self._lagging and not self.expected:
             self.catch_up_those_that_came()
         self.forget(*positions)
 
@@ -301,7 +301,7 @@ class Forward:
         self.device_type = forwards.call.device_type
         self.lasts = True
         self._alone: Call | None = None
-        forwards.awaited.discard(position)
+        forwards.expected.discard(position)
 
     @property
     def alone(self) -> Call:

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class PlanExecutor(Executor):
-    """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them ·
+    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them ·
     `is_entered`: whether this thread has entered it for all forwards of a batch, with the caches that these use."""
 
-    apart: bool
+    on_thread: bool
     is_entered = False
 
     def wait_for_inputs(self) -> None:

@@ -102,8 +102,8 @@ def bags_read(
             first, stop = edge(offsets, blocks[f] * batch, count), edge(offsets, (blocks[f] + 1) * batch, count)
             uses_note(keys, first, stop, slot_plus_one, uses)
         lo = 0
-    apart = (cold.ctypes.data - hot.ctypes.data) // hot.itemsize
-    rows, hot_at, cold_at = row_at(hot, min(apart, 0)), max(-apart, 0), max(apart, 0)
+    distance = (cold.ctypes.data - hot.ctypes.data) // hot.itemsize
+    rows, hot_at, cold_at = row_at(hot, min(distance, 0)), max(-distance, 0), max(distance, 0)
     block = block_of(hot, count, batch)
     for ahead in range(lo, hi + block, block):
         for f in range(mode.shape[0]):

@@ -177,8 +177,8 @@ class Planner:
         self.in_capture = True
 
     def end_capture(self, *, ran: bool = False) -> None:
-        """Outside of a capture: what one has launched has come if it `ran`. Else, where it was aborted, or nobody has
-        seen its first replay, that is to be launched again; the device knows what has come."""
+        """Outside of a capture: what one launched has arrived if it `ran`. Else, where it was aborted, or nobody has
+        seen its first replay, that is to be launched again; the device knows what has arrived."""
         if not self.in_capture or torch.cuda.is_current_stream_capturing():
             return
         if ran:

@@ -173,7 +173,7 @@ class Staged(Transfer):
             self._send(missed, self._leaving.room)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
-        came, weight, state = self._gather(misses.keys, host)
+        gathered, weight, state = self._gather(misses.keys, host)
         count = misses.keys.shape[0]
         new = count - misses.with_slots
         graph = None if new else host.graph
@@ -185,7 +185,7 @@ class Staged(Transfer):
                 self._launch_move(plan, count, weight, state, new)
             else:
                 graph.replay([weight.data_ptr(), state.data_ptr()])
-            came.copied.record(current_stream())
+            gathered.copied.record(current_stream())
             self._uncached += new
             sent.synchronize()
             if misses.leaving.shape[0]:
