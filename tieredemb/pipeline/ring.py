@@ -3,7 +3,7 @@
 A step that plans its own batch has one arena, and a graph that plans, looks up and updates.
 
 A step that goes two batches ahead has three arenas, and a graph for each, of three branches: one computes the batch of
-its own arena, whose rows the replay before has brought; one brings the rows of the next batch, which was planned by
+its own arena, whose rows the replay before has filled; one fills the rows of the next batch, which was planned by
 then, so that the way to cold storage never rests; and one plans the batch after that. Each plan is made to where the
 plan of three batches before was.
 
@@ -16,9 +16,9 @@ side by side for several widths, but rows come group by group: one swap alone sa
 and five at once left none to what computes.
 
 A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
-What was left for later is on the books until the replay that brings it was launched. To end it again changes nothing,
-as the device knows what has arrived (`over`, `published`): so a replay that was interrupted, or rows that another call
-has brought in meanwhile, need no undoing.
+Rows that are left for later stay on the books until the replay that fills them was launched. To fill them again
+changes nothing, as the device knows which have arrived (`over`, `published`): so a replay that was interrupted, or rows
+that another call has filled meanwhile, need no undoing.
 
 Several ranks agree before each step, between hosts, while their GPUs are busy with the step before: each tells the
 others what it has planned, and what it could do; all do what all can, and drop what not all have planned. Whether
@@ -93,8 +93,8 @@ class Ring(Generic[R]):
         self._was_fresh = self._could = False  # of the last call: nothing in its way was in flight; it could be a graph
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
         if reach:
-            brings, self._plans = (own_stream(self, step.device, -1) for _ in range(2))
-            self._executor = StreamExecutor(step.device, brings)
+            fills, self._plans = (own_stream(self, step.device, -1) for _ in range(2))
+            self._executor = StreamExecutor(step.device, fills)
             self._publishing = self._plans  # where the last plan is published, before the next one
         if agreement is not None:
             self._publishing = own_stream(self, step.device, -1)  # where ids are checked before a step, too
@@ -171,7 +171,7 @@ class Ring(Generic[R]):
             if (
                 self._left <= 0
                 and (computing.graph is None or (knows and agreement is not None))  # with ranks that have no graph
-                # all is there that the step before has left, which this one is to bring in
+                # all is there that the step before has left, which this one is to fill
                 and self._pending == [cache.unfinished for cache in self._books]
                 and not step.accumulates()
             ):
@@ -350,7 +350,7 @@ class Ring(Generic[R]):
         executor, plans = self._executor, self._plans
         wanted = [arena.wanted(self._step, named) for arena in unplanned]
         with executor.together([lookup for each in wanted for lookup in each]) as given, forked(plans):
-            caches = self._bring(given)
+            caches = self._fill(given)
             with on_stream(plans):
                 for arena, each in zip(unplanned, wanted, strict=True):
                     arena.plan(executor, each, caches)
@@ -374,15 +374,15 @@ class Ring(Generic[R]):
 
         with forked(plans), forked(self._publishing):
             with executor.together(wanted) as given:
-                caches = self._bring(given)
+                caches = self._fill(given)
             with agreement.behind_rows(plan):
                 result = self._compute(computing)
             if not is_planned:
                 plan()
         return result
 
-    def _bring(self, given: Collection[Cache]) -> list[DeviceCache]:
-        """Begins to bring in what the last plan has missed, on the stream that is current; what has to come before the
+    def _fill(self, given: Collection[Cache]) -> list[DeviceCache]:
+        """Begins to fill what the last plan has missed, on the stream that is current; what has to come before the
         next plan comes on one of its own, or on the one for plans. Returns the caches."""
         caches = [cache for cache in given if isinstance(cache, DeviceCache)]
         device = self._step.device
@@ -462,7 +462,7 @@ class Ring(Generic[R]):
         graph = computing.graph
         assert graph is not None
         for cache, effects in zip(books, graph.effects, strict=True):
-            if not effects.brings:
+            if not effects.fills:
                 cache.complete_last()
         for call in known:
             call.arrive()

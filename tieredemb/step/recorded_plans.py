@@ -1,7 +1,7 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
 launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
 plan, the lookup is part of the graph; else it has a graph of its own. Where rows pass through the host a plan has two
-graphs: one up to the report of what is missed, and one that brings the rows in.
+graphs: one up to the report of what is missed, and one that fills the rows.
 
 A form has capacities, not counts. Batches of bags of any length have different numbers of ids, so a graph has room for
 more (`capacities`), and drops what lies beyond, as ids beyond the last bag are. Of one table's bags of one length there

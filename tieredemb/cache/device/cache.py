@@ -48,7 +48,7 @@ from tieredemb.storage.initial import InitialRows
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
+LOAD_ROWS = 1 << 20  # rows filled at once by whole-cache calls
 
 
 class NextPlan(NamedTuple):
@@ -174,7 +174,7 @@ class DeviceCache(Cache):
                     self._order.after_plan()
 
     def _check_capture(self) -> None:
-        """Raises `StorageError` where a plan that brings rows in cannot be captured."""
+        """Raises `StorageError` where a plan that fills rows cannot be captured."""
         self._ledger.check_recurring()
         if not self.cold.device_readable:
             raise StorageError(
@@ -318,7 +318,7 @@ class DeviceCache(Cache):
         and rows, until it has replayed."""
         self._planner.end_capture()
         for ticket, plan in self._planner.unfinished.items():
-            if ticket not in known or plan.phase is not plan.left_at:  # or what was to bring its rows was interrupted
+            if ticket not in known or plan.phase is not plan.left_at:  # or what was to fill its rows was interrupted
                 self.complete_last()
                 break
         self._check_usable()
@@ -332,7 +332,7 @@ class DeviceCache(Cache):
     @contextlib.contextmanager
     def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[None]:
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What it brings in has come with the first replay, which
+        that are planned in it. Each replay finds as many. What it fills has arrived with the first replay, which
         `end_capture` enters."""
         with self.whole():
             self._planner.begin_capture()
@@ -358,11 +358,11 @@ class DeviceCache(Cache):
                     Opened(each.batch - first, each.homes, each.overflow, each.plan, each.is_complete)
                     for each in opened
                 ),
-                brings=bool(left) and all(ticket.is_complete for ticket in left),
+                fills=bool(left) and all(ticket.is_complete for ticket in left),
             )
 
     def abort_capture(self) -> None:
-        """What a captured step would have brought in is pending still."""
+        """What a captured step would have filled is pending still."""
         with self.plan_lock, self.lock:
             self._planner.end_capture()
 
@@ -401,7 +401,7 @@ class DeviceCache(Cache):
         return len(self._planner.unfinished)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
-        """A replay has brought in what `tickets` had left for later."""
+        """A replay has filled what `tickets` had left for later."""
         with self.plan_lock, self.lock:
             self._planner.rows_arrived(tickets)
 
@@ -604,7 +604,7 @@ class DeviceCache(Cache):
 
     def stats(self, client: int | None = None) -> CacheStats:
         with self.whole(), on_device(self.device):
-            if not self._planner.has_deferred_alone:  # those are for a captured step to bring, and counted then
+            if not self._planner.has_deferred_alone:  # those are for a captured step to fill, and counted then
                 self.complete_last()
             super()._begin_call()
             self._order.whole()

@@ -28,7 +28,7 @@ class Opened(NamedTuple):
 class Effects:
     """What plans that are launched or replayed as one do to the books, and what a replay relies on. `plans`: how many
     batches they plan · `opens`: those that a replay leaves in flight · `locked`: what the batches lock, counted from
-    the last one before, where that is not entered with their tickets · `brings`: whether a replay brings all rows that
+    the last one before, where that is not entered with their tickets · `fills`: whether a replay fills all rows that
     were left for it.
 
     `distance`: of the last batch before from the oldest one in flight at the capture, and `before`: the ids that were
@@ -37,7 +37,7 @@ class Effects:
     plans: int = 0
     opens: tuple[Opened, ...] = ()
     locked: tuple[Locked, ...] = ()
-    brings: bool = False
+    fills: bool = False
     distance: int = 0
     before: int = 0
     records: int = 0

@@ -63,16 +63,16 @@ class InPlace(Transfer):
                 plan.aside = self._side.run(
                     plan.beside
                 )  # beside the lookup, too: events of a graph cost the host nothing
-                self._bring(plan)
+                self._fill(plan)
                 published.wait(current_stream())
             elif plan.beside:
                 self._side.mark()
                 done = self._side.run(functools.partial(self._publish, plan, plan.beside))
-                self._bring(plan)
+                self._fill(plan)
                 done.wait(current_stream())
             else:
                 self._publish(plan)
-                self._bring(plan)
+                self._fill(plan)
         plan.phase = Phase.MOVED
 
     def place(self, plan: BatchPlan, lag: int) -> None:
@@ -96,7 +96,7 @@ class InPlace(Transfer):
 
     def move(self, plan: BatchPlan) -> None:
         with slots_change_hands(self._changes, plan.missed):
-            self._bring(plan)
+            self._fill(plan)
         if not torch.cuda.is_current_stream_capturing():
             plan.missed.record_stream()
         self._wait_aside(plan)
@@ -107,7 +107,7 @@ class InPlace(Transfer):
         if beside:
             beside()
 
-    def _bring(self, plan: BatchPlan) -> None:
+    def _fill(self, plan: BatchPlan) -> None:
         self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True)
         self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.uncached))
 

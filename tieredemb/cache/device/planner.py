@@ -1,4 +1,4 @@
-"""Planning batches on a GPU: what they look up is found, what they miss is brought in.
+"""Planning batches on a GPU: what they look up is found, what they miss is filled.
 
 A plan launches; what it found, missed and moved is known to the device alone. How the rows travel is the transfer's
 (`transfer`): where that has to wait for the host, and the batch is planned ahead, its transfer stays pending, and is
@@ -72,8 +72,8 @@ class DeferredRows:
 class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
     and so is taken for both · `unfinished`: the batches whose rows have yet to come, in their order, and their plans:
-    the next plan brings them first, and so there is one at most, but while a captured step is replayed that begins
-    another · `in_capture`: whether a step that brings them is being captured, or was and has yet to be replayed ·
+    the next plan fills them first, and so there is one at most, but while a captured step is replayed that begins
+    another · `in_capture`: whether a step that fills them is being captured, or was and has yet to be replayed ·
     `deferred`: where plans are to leave rows for later, if they are · `recording`: of the plan that is being recorded,
     where its rows pass through the host."""
 
@@ -100,7 +100,7 @@ class Planner:
             )
 
     def moves_rows(self, n: int) -> bool:
-        """Whether a plan of `n` ids may bring rows in: else all rows that it finds are resident tables'."""
+        """Whether a plan of `n` ids may fill rows: else all rows that it finds are resident tables'."""
         return self.hot.slots > 0 and n > 0
 
     def may_lack_slots(self, n: int, locked: int, *, uncached: bool) -> bool:
@@ -173,7 +173,7 @@ class Planner:
         self.unfinished[ticket] = plan
 
     def begin_capture(self) -> None:
-        """What is unfinished is brought by a step that is captured: it stays on the books until that was replayed."""
+        """What is unfinished is filled by a step that is captured: it stays on the books until that was replayed."""
         self.in_capture = True
 
     def end_capture(self, *, ran: bool = False) -> None:
@@ -200,7 +200,7 @@ class Planner:
         return [plan.missed for plan in self.unfinished.values() if plan.is_deferred]
 
     def rows_arrived(self, tickets: Collection[DeviceTicket]) -> None:
-        """What brings the rows of `tickets` was launched."""
+        """What fills the rows of `tickets` was launched."""
         for ticket in tickets:
             ticket.is_complete = True
             self.unfinished.pop(ticket, None)
@@ -242,7 +242,7 @@ class Planner:
                     ticket.failed = ticket.is_complete = True
 
     def _pending(self) -> list[tuple[DeviceTicket, BatchPlan]]:
-        """What is unfinished, but for what is brought by the step that is being captured."""
+        """What is unfinished, but for what is filled by the step that is being captured."""
         return [each for each in self.unfinished.items() if not (self.in_capture and each[1].phase is Phase.MOVED)]
 
     def _finish(self, ticket: DeviceTicket, plan: BatchPlan, place: Place) -> None:

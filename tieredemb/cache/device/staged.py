@@ -31,7 +31,7 @@ class Staged(Transfer):
 
     `start` asks the device what is missed and which rows leave, and waits for nothing; copy threads gather the missed
     rows as soon as they are reported, while the rows that leave come from the device. `move` waits for both, and
-    brings the rows in; where a plan is made ahead, lookups and updates go on in between. The rows that left are written
+    fills the rows; where a plan is made ahead, lookups and updates go on in between. The rows that left are written
     to storage beside what follows, until the next plan reads. Taking space for what is to be written and read may fail,
     and comes before anything changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the
     device, row r for record r.
@@ -199,7 +199,7 @@ class Staged(Transfer):
     def _launch_move(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
     ) -> None:
-        """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie
+        """Has slots change hands, and fills the missed rows from `weight` and `state`, `count` at most, which may lie
         in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.uncached)
         self._plan.assign(plan.homes, missed, overflow, commit=True)

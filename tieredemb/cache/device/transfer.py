@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Transfer(abc.ABC):
     """Moves the rows of one cache, under its lock of plans. `can_defer`: whether rows may be left for later. What
-    brings them may be launched again, by the replay of a captured step, or where an interrupt leaves open whether it
+    fills them may be launched again, by the replay of a captured step, or where an interrupt leaves open whether it
     was: the device knows."""
 
     can_defer = False
@@ -42,7 +42,7 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def start(self, plan: BatchPlan) -> None:
-        """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
+        """Begins to fill what a batch misses: victims are chosen, their slots given to the missed keys and
         published, homes resolved, rows moved and scored. What has to wait for the host is left to `move`; of a plan
         that is made ahead other work comes before that."""
 
@@ -74,7 +74,7 @@ class Transfer(abc.ABC):
         """Before the current stream uses rows without a slot: it waits for them."""
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
-    # where rows pass through the host two graphs: one up to the report of what is missed, one that brings the rows in
+    # where rows pass through the host two graphs: one up to the report of what is missed, one that fills the rows
 
     def recording(self, ids: int) -> HostPhase | None:
         """Before a plan of `ids` ids is recorded, of which all that are missed are to get slots: what its `start` is

@@ -165,7 +165,7 @@ class HostCache(Cache):
             slots = self._index.find(keys)
             numbering = number(keys, slots, planners.starts, hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
-            if len(numbering.missed) and not self._bring(numbering, planners, batch):
+            if len(numbering.missed) and not self._fill_missed(numbering, planners, batch):
                 cold.metadata.batch -= is_later
                 return self.plan(keys, kind, client=client)
             if kind.scored:
@@ -266,7 +266,7 @@ class HostCache(Cache):
             raise_scores(slots, hot.score, self.scoring.now(self.cold.metadata.batch), self.scoring)
 
     @ranged("swap")
-    def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> bool:
+    def _fill_missed(self, numbering: Numbering, planners: Planners, batch: int) -> bool:
         """Brings the missed rows of a batch into slots, which `unique_slots` then names. Returns False, and changes
         nothing, where a signal handler has planned since they were searched, and may have brought them."""
         missed = numbering.missed
