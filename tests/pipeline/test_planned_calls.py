@@ -663,9 +663,9 @@ def test_who_listens_hears_of_the_models_own_lookups_alone():
     (listener,) = LISTENERS
     other(torch.arange(3))
     call = begun._now.call
-    assert call.seen == []
+    assert call.observed == []
     model.emb[1](torch.arange(3))
-    assert len(call.seen) == 1
+    assert len(call.observed) == 1
     del call
     begun._now.call = None  # as one that nobody has
     other(torch.arange(3))

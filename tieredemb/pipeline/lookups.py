@@ -68,12 +68,12 @@ class Learned:
         return found
 
 
-def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
-    """How the lookups `seen` came from `batch`, but for those of other ids (computed, or of another batch); and the
+def learn(batch: Any, observed: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
+    """How the lookups `observed` came from `batch`, but for those of other ids (computed, or of another batch); and the
     modules whose lookups all were such."""
     tensors = _Inputs(batch)
     forwards = []
-    for module, given, trains in seen:
+    for module, given, trains in observed:
         ids, *rest = map(tensors.find, given)
         if ids is None:
             continue
@@ -82,7 +82,7 @@ def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupM
             ids = ids._replace(shape=given[0].shape if isinstance(given[0], torch.Tensor) else None)
         forwards.append((module, (ids, *found), trains))
     found_for = [module for module, _, _ in forwards]
-    unknown = [module for module in dict.fromkeys(lookup.module for lookup in seen) if module not in found_for]
+    unknown = [module for module in dict.fromkeys(lookup.module for lookup in observed) if module not in found_for]
     return Learned(tuple(forwards)), unknown
 
 

@@ -21,7 +21,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards, seen_of
+from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards, guards_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member, Pool, Related
 
@@ -192,11 +192,11 @@ def _plan_as_one(
         inputs.append(given)
         contexts.append(module.call_context)
         given_to.append((module.call_context.tables, given))
-    seen, signature = seen_of(inputs)
+    guards, signature = guards_of(inputs)
     try:
         context = known_context(pools, first.options)
         form = None
-        ids = [its[0] for its in seen]
+        ids = [its[0] for its in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
             counts = [each[3].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)
@@ -228,7 +228,7 @@ def _plan_as_one(
     except (TieredEmbError, RuntimeError):
         return False
     among = first.planned
-    planned = Planned(given_to, future, seen)
+    planned = Planned(given_to, future, guards)
     made.append((among, planned))
     among.add(planned)
     return True

@@ -34,7 +34,7 @@ from tieredemb.step.planned_forwards import PlannedForwards, identity
 MOST_MISPREDICTIONS = 3
 # what torch notes of hooks, by their numbers
 _NOTES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-MOST_SEEN = 1000  # lookups that one call is learned from
+MOST_OBSERVED = 1000  # lookups that one call is learned from
 
 
 def plan_calls(model: nn.Module) -> None:
@@ -102,15 +102,15 @@ class _Pattern:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that is under way. `planned`: for it · `seen`: its lookups, if it is learned from."""
+    """A call that is under way. `planned`: for it · `observed`: its lookups, if it is learned from."""
 
     pattern: _Pattern
     planned: list[PlannedGroup] = field(default_factory=list)
-    seen: list[LookupSpec] | None = None
+    observed: list[LookupSpec] | None = None
     listener: _Listener | None = None
 
     def listen(self, model: nn.Module) -> None:
-        self.seen, self.listener = [], _Listener(self, model)
+        self.observed, self.listener = [], _Listener(self, model)
         LISTENERS.append(self.listener)
 
     def leave(self, model: nn.Module) -> None:
@@ -136,10 +136,10 @@ class _Listener:
 
     def __call__(self, forward: Forward) -> None:
         call = self._call()
-        if call is None or call.seen is None or len(call.seen) == MOST_SEEN:
+        if call is None or call.observed is None or len(call.observed) == MOST_OBSERVED:
             self.leave()
         elif threading.get_ident() == self._thread and forward.module in self._modules:
-            call.seen.append(LookupSpec(forward.module, forward.given, forward.trains))
+            call.observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 
     def leave(self) -> None:
         with contextlib.suppress(ValueError):  # another thread may have removed it, too
@@ -162,7 +162,7 @@ class PlannedCalls:
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """It has ended well."""
         call = getattr(self._now, "call", None)
-        if call is not None and call.seen is not None and not torch.compiler.is_compiling():
+        if call is not None and call.observed is not None and not torch.compiler.is_compiling():
             self._learn((args, kwargs))
 
     def ended(self, model: nn.Module, *_: object) -> None:
@@ -197,15 +197,15 @@ class PlannedCalls:
     @untraced
     def _learn(self, given: Any) -> None:
         call: _Call = self._now.call
-        assert call.seen is not None
-        if len(call.seen) == MOST_SEEN:
+        assert call.observed is not None
+        if len(call.observed) == MOST_OBSERVED:
             return
-        tensors = [part for lookup in call.seen for part in lookup.given if isinstance(part, torch.Tensor)]
+        tensors = [part for lookup in call.observed for part in lookup.given if isinstance(part, torch.Tensor)]
         if not tensors or any(part.numel() == 0 for part in tensors):
             return  # one empty tensor is like another
         pattern = call.pattern
         try:
-            lookups = learn(given, call.seen)[0]
+            lookups = learn(given, call.observed)[0]
             is_shared = any(len(its) > 1 for _, its in PlanGroups().of(lookups(given)))
         except Exception:  # arguments that nothing can be learned of are no fault of the call
             pattern.end()
@@ -214,7 +214,7 @@ class PlannedCalls:
             pattern.end()
             return
         before, pattern.lookups = pattern.lookups, lookups
-        pattern.planned = {lookup.module.planned for lookup in call.seen}
+        pattern.planned = {lookup.module.planned for lookup in call.observed}
         pattern.is_sure = before is not None and _are_alike(before, lookups)
         if before is not None and not pattern.is_sure:
             pattern.mispredicted()

@@ -184,7 +184,7 @@ class Run(Generic[B]):
         self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
         self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
-        self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
+        self._observed: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listener: _Listener | None = None
         self._warned = False
         for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _running())):
@@ -219,7 +219,7 @@ class Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
-        if not current.planned and not self._seen:
+        if not current.planned and not self._observed:
             return
         planned = sum(each.count for _, each in current.planned)
         if planned and current.drop(made=not self._warned) == planned and not self._warned:
@@ -230,11 +230,11 @@ class Run(Generic[B]):
                 "give a captured step the very batch",
                 stacklevel=3,
             )
-        tensors = (part for lookup in self._seen for part in lookup.given if isinstance(part, torch.Tensor))
+        tensors = (part for lookup in self._observed for part in lookup.given if isinstance(part, torch.Tensor))
         if any(part.numel() == 0 for part in tensors):
-            self._seen.clear()  # one empty tensor is like another
-        if self._lookups is None and self._seen:
-            self._lookups, unknown = learn(current.batch, self._seen)
+            self._observed.clear()  # one empty tensor is like another
+        if self._lookups is None and self._observed:
+            self._lookups, unknown = learn(current.batch, self._observed)
             self._listen(False)
             if unknown:
                 names = [name or "the model" for name, module in self._prefetch.modules.items() if module in unknown]
@@ -277,7 +277,7 @@ class Run(Generic[B]):
             )
         self._planners.append(drop_plans)
         self._listen(False)
-        self._seen.clear()
+        self._observed.clear()
         self._drop_all()
 
     def close(self) -> None:
@@ -321,7 +321,7 @@ class Run(Generic[B]):
     def observe(self, forward: Forward) -> None:
         """A forward has come, of any module."""
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
-            self._seen.append(LookupSpec(forward.module, forward.given, forward.trains))
+            self._observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 
 
 def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:

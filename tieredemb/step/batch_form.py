@@ -157,7 +157,7 @@ class BatchForm:
 
 
 class BatchForms:
-    """Those of one choice of tables, the last one for each signature of the inputs (`seen_of`)."""
+    """Those of one choice of tables, the last one for each signature of the inputs (`guards_of`)."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None

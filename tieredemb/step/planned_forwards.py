@@ -59,11 +59,11 @@ class CompletedFuture(Future[T]):
         fn(self)
 
 
-def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
-    """The inputs of forwards as they are. Of each, of a tensor itself, its address, its version (−1 in inference mode,
-    where none is counted), shape and strides. And a signature: batches of which it is equal have forms that differ in
-    the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
-    seen, signature = [], list[object]()
+def guards_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
+    """The guards of inputs, as `torch.compile` names what has to stay: of a tensor itself, its address, its version
+    (−1 in inference mode, where none is counted), shape and strides. And a signature: batches of which it is equal have
+    forms that differ in the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
+    guards, signature = [], list[object]()
     known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
         its: list[Any] = []
@@ -79,27 +79,27 @@ def seen_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, .
             its.append(found)
             signature += None if is_any_number else found[3], found[4], each.dtype, each.device
         signature.append(None)
-        seen.append(its)
-    return seen, tuple(signature)
+        guards.append(its)
+    return guards, tuple(signature)
 
 
 class Planned:
     """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
     twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
-    which tables, by their identity · `seen`: of each its inputs as they were, None once it has come · `count`: how many
+    which tables, by their identity · `guards`: of the inputs of each, None once it has come · `count`: how many
     they are · `left`: how many of them have not come."""
 
     def __init__(
         self,
         forwards: Sequence[tuple[TableSet, Given]],
         future: Future[Any],
-        seen: Sequence[list[Any]] | None = None,
+        guards: Sequence[list[Any]] | None = None,
     ) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
-        if seen is None:
-            seen, _ = seen_of([given for _, given in forwards])
-        self.seen: list[list[Any] | None] = [*seen]
+        if guards is None:
+            guards, _ = guards_of([given for _, given in forwards])
+        self.guards: list[list[Any] | None] = [*guards]
         self._in_place: list[list[Any]] | None = None  # what they were, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
@@ -135,8 +135,8 @@ class Planned:
         """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
         versions are others."""
         if self._in_place is None:
-            self._in_place = seen_of([given for _, given in self._forwards])[0]
-        seen = []
+            self._in_place = guards_of([given for _, given in self._forwards])[0]
+        guards = []
         for its in self._in_place:
             now: list[Any] = []
             for part in its:
@@ -144,8 +144,8 @@ class Planned:
                     tensor, address, version, shape, stride = part
                     part = tensor, address, version if version < 0 else tensor._version, shape, stride
                 now.append(part)
-            seen.append(now)
-        return Planned(self._forwards, CompletedFuture(call), seen)
+            guards.append(now)
+        return Planned(self._forwards, CompletedFuture(call), guards)
 
     def wait(self) -> None:
         """Waits until planning has come to an end, if to an error."""
@@ -164,7 +164,7 @@ class Planned:
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release_part(*[number for number, seen in enumerate(self.seen) if seen is not None])
+            future.result().release_part(*[number for number, its in enumerate(self.guards) if its is not None])
 
 
 _TAKEN: Future[Any] = Future()
@@ -190,10 +190,10 @@ class PlannedForwards:
                 number = planned.numbers.get(id(tables), -1)
                 if number < 0:
                     continue
-                seen = planned.seen[number]
-                if seen is None or not _is_same(given, seen):
+                guards = planned.guards[number]
+                if guards is None or not _is_same(given, guards):
                     continue
-                planned.seen[number], future = None, planned.future
+                planned.guards[number], future = None, planned.future
                 planned.left -= 1
                 if not planned.left:  # the call of a forward is the forward's alone to keep
                     self.waiting.remove(planned)
@@ -204,7 +204,7 @@ class PlannedForwards:
         return planned.call_of(number, future)
 
     def holds(self, planned: Planned) -> bool:
-        """Whether it has yet to be taken, by one of its forwards at least, and nobody has given it up."""
+        """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""
         return planned in self.waiting
 
     def is_whole(self, planned: Planned) -> bool:
@@ -225,7 +225,7 @@ class PlannedForwards:
         return left
 
     def drop_all(self) -> None:
-        """Gives up all plans, and waits for those that are being made."""
+        """Drops all plans, and waits for those that are being made."""
         with self._lock:
             dropped, self.waiting = self.waiting, []
         for planned in dropped:
@@ -234,11 +234,11 @@ class PlannedForwards:
             planned.end()
 
 
-def _is_same(given: Given, seen: list[Any]) -> bool:
-    """Whether these are the inputs that were seen, unchanged: the same tensors, or other ones of that memory."""
-    if len(given) != len(seen):
+def _is_same(given: Given, guards: list[Any]) -> bool:
+    """Whether the guards hold for these inputs: the same tensors, or other ones of that memory."""
+    if len(given) != len(guards):
         return False
-    for part, before in zip(given, seen, strict=True):
+    for part, before in zip(given, guards, strict=True):
         if not isinstance(part, torch.Tensor):
             if type(before) is tuple or part != before:
                 return False
