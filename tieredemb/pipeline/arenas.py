@@ -70,14 +70,14 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 class StepGraph(Generic[R]):
     """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `effects`: on
     the books of each cache · `states`: of the plans that it uses · `memories`: where those and the ones that it makes
-    are, by arenas · `made`: these, as they were captured."""
+    are, by arenas · `launched`: these, as they were captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
     effects: list[Effects]
     states: list[PlanState]
     memories: list[list[Any]]
-    made: tuple[list[PlannedCall], list[PlannedGroup]]
+    launched: tuple[list[PlannedCall], list[PlannedGroup]]
 
     def fits(self, arenas: Sequence[Arena[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
@@ -118,8 +118,8 @@ class Arena(Generic[R]):
         return [call.memory for call in self._calls]
 
     @property
-    def made_last(self) -> tuple[list[PlannedCall], list[PlannedGroup]]:
-        """Its plans, as they were made last by launches."""
+    def launched(self) -> tuple[list[PlannedCall], list[PlannedGroup]]:
+        """Its plans, as launches made them last."""
         return self._calls, self._launched
 
     @property
@@ -150,9 +150,9 @@ class Arena(Generic[R]):
         lookups = (named or step.lookups)(self.buffers.batch)
         return [each._replace(trains=each.trains and step.trains) for each in lookups if each.module in step.modules]
 
-    def plan_at_once(self, step: StepFunction[R], made: list[PlannedGroup]) -> None:
-        """Plans the forwards that are about to come, of several as one, and puts them down in `made`."""
-        plan_at_once(self._groups.of(self.wanted(step)), made)
+    def plan_at_once(self, step: StepFunction[R], done: list[PlannedGroup]) -> None:
+        """Plans the forwards that are about to come, of several as one, and appends them to `done`."""
+        plan_at_once(self._groups.of(self.wanted(step)), done)
 
     def plan(self, executor: StreamExecutor, wanted: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
         """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
@@ -180,14 +180,14 @@ class Arena(Generic[R]):
             return []
         return [cast("PlannedCall", each.result()) for _, each in self._planned]
 
-    def made(self) -> list[PlannedCall]:
+    def completed(self) -> list[PlannedCall]:
         """Those forwards that could be planned."""
         return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
     def rebind_plans(self, graph: StepGraph[R], opened: dict[DeviceCache, list[DeviceTicket]]) -> None:
         """A replay is about to plan them, as the batches that it has `opened` in each cache."""
         self._planned = []
-        calls, launched = self._calls, self._launched = graph.made
+        calls, launched = self._calls, self._launched = graph.launched
         tickets = {cache: iter(each) for cache, each in opened.items()}
         for call, (among, each) in zip(calls, launched, strict=True):
             rebound = call.rebind([next(tickets[part.group.cache]) for part in call.parts])

@@ -34,19 +34,19 @@ class Buffers:
         self._any_length: set[Path] = set()
         device = forwards[0].module.tables.config.device
         self._gpu = device if device.type == "cuda" else None  # that all buffers are on
-        made: dict[int, torch.Tensor] = {}
+        new: dict[int, torch.Tensor] = {}
         for path, tensor in tensors_of(batch):
-            buffer = made.get(id(tensor))
+            buffer = new.get(id(tensor))
             if buffer is None:
                 shape = tensor.shape
                 if identity((tensor,)) in lengths:
                     shape = torch.Size([max(len(tensor), max_ids or 0, len(longest.get(path, ())))])
-                buffer = made[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype, device=device)
+                buffer = new[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype, device=device)
             if identity((tensor,)) in lengths:
                 self._any_length.add(path)
             self._buffer[path] = buffer
-        self._are_distinct = len(made) == len(self._buffer)
-        self.batch = map_tensors(batch, lambda tensor: made[id(tensor)])
+        self._are_distinct = len(new) == len(self._buffer)
+        self.batch = map_tensors(batch, lambda tensor: new[id(tensor)])
         self._shapes = self._alike_shapes()
         if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
             raise InvalidInputError(
@@ -82,19 +82,19 @@ class Buffers:
                 lengths[id(buffer)] = max(len(tensor), lengths.get(id(buffer), 0))
             elif tensor.shape != buffer.shape:
                 return None
-        made, grows = dict[int, torch.Tensor](), False
+        new, grows = dict[int, torch.Tensor](), False
         for buffer in self._buffer.values():
             length = lengths.get(id(buffer), 0)
             lacks = length > len(buffer) if buffer.dim() else False
-            made[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
+            new[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
             grows |= lacks
-        return self._of(made) if grows else None
+        return self._of(new) if grows else None
 
-    def _of(self, made: dict[int, torch.Tensor]) -> Buffers:
-        """The same, with other memory: `made` for each buffer, by its identity."""
+    def _of(self, new: dict[int, torch.Tensor]) -> Buffers:
+        """The same, with other memory: `new` for each buffer, by its identity."""
         other = copy.copy(self)
-        other._buffer = {path: made[id(tensor)] for path, tensor in self._buffer.items()}
-        other.batch = map_tensors(self.batch, lambda tensor: made[id(tensor)])
+        other._buffer = {path: new[id(tensor)] for path, tensor in self._buffer.items()}
+        other.batch = map_tensors(self.batch, lambda tensor: new[id(tensor)])
         other._shapes = other._alike_shapes()
         return other
 

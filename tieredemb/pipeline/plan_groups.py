@@ -125,22 +125,22 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
 def plan_groups(
     groups: Sequence[GroupLookups],
     executor_of: Callable[[LookupModule], PlanExecutor],
-    made: list[PlannedGroup],
+    done: list[PlannedGroup],
     memories: Sequence[Any] = (),
 ) -> None:
-    """Plans the plan groups of one batch ahead, and puts them down in `made` one by one: an interrupt finds those that
+    """Plans the plan groups of one batch ahead, and appends them to `done` one by one: an interrupt finds those that
     were. `memories`: of each group in turn, where to plan."""
     ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
     for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
         its = list(islice(ages, len(lookups)))
         if len(lookups) > 1:
             kind = AHEAD._replace(ages=tuple([its[at] for at, _ in group.starts]))
-            if _plan_as_one(group, lookups, made, executor_of(group.modules[0]), kind, memory):
+            if _plan_as_one(group, lookups, done, executor_of(group.modules[0]), kind, memory):
                 continue
         for (module, given, trains), is_later in zip(lookups, its, strict=True):
             kind, its_memory = AHEAD._replace(ages=is_later, trains=trains), memory if len(lookups) == 1 else None
             planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=its_memory)
-            made.append((module.planned, planned))
+            done.append((module.planned, planned))
 
 
 def drop_all(planned: Sequence[PlannedGroup]) -> None:
@@ -150,8 +150,8 @@ def drop_all(planned: Sequence[PlannedGroup]) -> None:
             each.callback(among.drop, waiting)
 
 
-def plan_at_once(groups: Sequence[GroupLookups], made: list[PlannedGroup]) -> None:
-    """Plans those of several forwards, about to come, on the stream that is current, and puts them down in `made`."""
+def plan_at_once(groups: Sequence[GroupLookups], done: list[PlannedGroup]) -> None:
+    """Plans those of several forwards, about to come, on the stream that is current, and appends them to `done`."""
     for group, lookups in groups:
         if len(lookups) == 1:
             continue
@@ -162,8 +162,8 @@ def plan_at_once(groups: Sequence[GroupLookups], made: list[PlannedGroup]) -> No
             ages.append(begins)
             if begins and pool.division is not None and pool.division.is_due_in(pool):
                 pool.division.divide()
-        if _plan_as_one(group, lookups, made, None, USE._replace(ages=tuple(ages)), None):
-            forwards = made[-1][1].result()
+        if _plan_as_one(group, lookups, done, None, USE._replace(ages=tuple(ages)), None):
+            forwards = done[-1][1].result()
             for _, tables in group.starts:
                 tables.pool.times.looked_up(tables, forwards)  # a step has begun with it
 
@@ -171,12 +171,12 @@ def plan_at_once(groups: Sequence[GroupLookups], made: list[PlannedGroup]) -> No
 def _plan_as_one(
     group: PlanGroup,
     lookups: Sequence[LookupSpec],
-    made: list[PlannedGroup],
+    done: list[PlannedGroup],
     executor: PlanExecutor | None,
     kind: PlanKind,
     memory: CallMemory | None,
 ) -> bool:
-    """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
+    """Plans several forwards as one, and appends that to `done`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself. `kind`: how, but for whether a backward is expected, as the
     lookups say."""
     from tieredemb.step.batch_form import BatchForm, may_join
@@ -229,7 +229,7 @@ def _plan_as_one(
         return False
     among = first.planned
     planned = Planned(given_to, future, guards)
-    made.append((among, planned))
+    done.append((among, planned))
     among.add(planned)
     return True
 

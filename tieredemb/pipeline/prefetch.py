@@ -144,11 +144,11 @@ class _Fetched(Generic[B]):
         self.error = error
         self.planned: list[PlannedGroup] = []
 
-    def drop(self, *, made: bool = False) -> int:
-        """Drops the plans that no forward took; returns how many were made in vain. `made`: waits until these are
-        made, and known whether they fail."""
+    def drop(self, *, wait: bool = False) -> int:
+        """Drops the plans that no forward took; returns how many were made in vain. `wait`: until these are made,
+        and it is known whether they fail."""
         planned, self.planned = self.planned, []
-        return sum(among.drop(each, made=made) for among, each in planned)
+        return sum(among.drop(each, wait=wait) for among, each in planned)
 
 
 class _Listener:
@@ -222,7 +222,7 @@ class Run(Generic[B]):
         if not current.planned and not self._observed:
             return
         planned = sum(each.count for _, each in current.planned)
-        if planned and current.drop(made=not self._warned) == planned and not self._warned:
+        if planned and current.drop(wait=not self._warned) == planned and not self._warned:
             self._warned = True
             warnings.warn(
                 "prefetch planned a batch that no forward looked up: the model is given other tensors than those "

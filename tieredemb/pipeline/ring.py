@@ -249,7 +249,7 @@ class Ring(Generic[R]):
         number, updates = self._step.number, self._step.trains and bool(mine & REPLAYS)
         # one rank may go ahead and another not, which have nothing in common then
         way = agreement.agree(mine << self.reach, failed, step=number, updates=updates) >> self.reach
-        if not way & REPLAYS and not all(agreement.are_as_now(arena.made_last[0]) for arena in self._arenas):
+        if not way & REPLAYS and not all(agreement.are_as_now(arena.launched[0]) for arena in self._arenas):
             way &= ~CAPTURES  # no graph is to find other memory than it knows: a step plans to such eagerly
         return way, known
 
@@ -427,20 +427,20 @@ class Ring(Generic[R]):
         except BaseException as error:
             for cache in books:
                 cache.abort_capture()
-            for call in (*planning.made(), *known):
+            for call in (*planning.completed(), *known):
                 call.mark_arrived()  # nothing of it has run
             step.after_capture()
             self.drop_plans()
             self._explain(error)
             raise
-        if planned or not self.reach:  # else another thread has given them up
+        if planned or not self.reach:  # else another thread has dropped them
             computing.graph = StepGraph(
                 graph=graph,
                 result=result,
                 effects=effects,
                 states=states_of(known),
                 memories=[arena.memories for arena in arenas],
-                made=planning.made_last,
+                launched=planning.launched,
             )
         self._leave()
         return result

@@ -467,14 +467,14 @@ class DeviceCall(Call):
 
     def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
         assert self.form is not None
-        made, starts, whole = DeviceCall(context, self.batch), self.form.blocks[block].starts, self.parts[block]
-        made.ids, made.memory, made.block = starts[place + 1] - starts[place], self.memory, block
-        made.reports_later = False
+        call, starts, whole = DeviceCall(context, self.batch), self.form.blocks[block].starts, self.parts[block]
+        call.ids, call.memory, call.block = starts[place + 1] - starts[place], self.memory, block
+        call.reports_later = False
         with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
             part = whole.of_client(place, slice(*starts[place : place + 2]), context)
-        made.parts, made.own = [part], (part.bags.offsets, part.bags.bag)
-        made.made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
-        return made
+        call.parts, call.own = [part], (part.bags.offsets, part.bags.bag)
+        call.made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        return call
 
     def catch_up_slice(self, forward: Forward) -> None:
         self.record_stream()  # rows of other forwards, which may never come, stay behind

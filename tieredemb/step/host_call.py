@@ -492,10 +492,10 @@ class HostCall(Call):
 
     def alone(self, block: int, place: int, context: CallContext) -> HostCall:
         assert self.form is not None
-        made, starts = HostCall(context, self.batch), self.form.blocks[block].starts
-        made.ids = starts[place + 1] - starts[place]
-        made.parts = [self.parts[block].of_client(place, slice(*starts[place : place + 2]), context)]
-        return made
+        call, starts = HostCall(context, self.batch), self.form.blocks[block].starts
+        call.ids = starts[place + 1] - starts[place]
+        call.parts = [self.parts[block].of_client(place, slice(*starts[place : place + 2]), context)]
+        return call
 
     def catch_up_slice(self, forward: Forward) -> None:
         forward.alone.catch_up()

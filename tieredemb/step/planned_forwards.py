@@ -34,8 +34,8 @@ class CompletedFuture(Future[T]):
     """A future that has come: a plan that was made at once, or the `error` that it has ended in. A step makes one for
     each forward that is planned ahead, and what others need to wait costs more than all else here."""
 
-    def __init__(self, made: T | None, error: BaseException | None = None) -> None:
-        self._made = made
+    def __init__(self, result: T | None, error: BaseException | None = None) -> None:
+        self._result = result
         self._error = error
 
     def cancel(self) -> bool:
@@ -53,7 +53,7 @@ class CompletedFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         if self._error is not None:
             raise self._error
-        return self._made  # type: ignore[return-value]
+        return self._result  # type: ignore[return-value]
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         fn(self)
@@ -211,10 +211,10 @@ class PlannedForwards:
         """Whether it has not failed, and none of its forwards has come."""
         return planned.left == planned.count and planned in self.waiting and not planned.failed
 
-    def drop(self, planned: Planned, *, made: bool = False) -> int:
-        """Drops what no forward has taken; returns how many of these there were that have not failed. `made`:
-        waits until it is made, and known whether it fails."""
-        if made and planned in self.waiting:
+    def drop(self, planned: Planned, *, wait: bool = False) -> int:
+        """Drops what no forward has taken; returns how many of these there were that have not failed. `wait`: until the
+        plan is made, and it is known whether it fails."""
+        if wait and planned in self.waiting:
             planned.wait()
         with self._lock:
             if planned not in self.waiting:
