@@ -145,16 +145,16 @@ class Arena(Generic[R]):
         """Of several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
         return self.ran is None or is_over(self.ran, patience)
 
-    def wanted(self, step: StepFunction[R], named: Lookups | None = None) -> list[LookupSpec]:
-        """The forwards that the batch will come to, of the modules of the step: as learned, or as `named`."""
+    def expected(self, step: StepFunction[R], named: Lookups | None = None) -> list[LookupSpec]:
+        """The lookups that the step is expected to make in the batch, in its modules: as learned, or as `named`."""
         lookups = (named or step.lookups)(self.buffers.batch)
         return [each._replace(trains=each.trains and step.trains) for each in lookups if each.module in step.modules]
 
     def plan_at_once(self, step: StepFunction[R], done: list[PlannedGroup]) -> None:
         """Plans the forwards that are about to come, of several as one, and appends them to `done`."""
-        plan_at_once(self._groups.of(self.wanted(step)), done)
+        plan_at_once(self._groups.of(self.expected(step)), done)
 
-    def plan(self, executor: StreamExecutor, wanted: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
+    def plan(self, executor: StreamExecutor, expected: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
         """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
         among others that `executor` plans together. What caches miss that are `deferring` rows comes with the next
         plan, or when it is asked for."""
@@ -163,9 +163,9 @@ class Arena(Generic[R]):
                 if cache not in self._deferred:
                     self._deferred[cache] = DeferredRows(executor.stream)
                 entered.enter_context(cache.defer_rows(self._deferred[cache]))
-            if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
+            if any(lookup.module.agreement is None for lookup in expected):  # else ids are exchanged first
                 executor.wait_to_plan()
-            plan_groups(self._groups.of(wanted), lambda _: executor, self._planned, self.memories)
+            plan_groups(self._groups.of(expected), lambda _: executor, self._planned, self.memories)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 

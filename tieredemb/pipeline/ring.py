@@ -268,8 +268,8 @@ class Ring(Generic[R]):
         if self._agreement is None:
             return nullcontext()
         hold(self)
-        given = [each.given for each in planning.wanted(self._step, named)]
-        planned = [each.given for each in computing.wanted(self._step, named)] if self.reach else []
+        given = [each.given for each in planning.expected(self._step, named)]
+        planned = [each.given for each in computing.expected(self._step, named)] if self.reach else []
         return self._agreement.capturing(given, planned=planned)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ class Ring(Generic[R]):
             computing.unplan()
             self._last = None
             if loaded:
-                wanted = computing.wanted(step, named)
-                with step.on_buffers(), self._executor.together(wanted):
-                    computing.plan(self._executor, wanted)
+                expected = computing.expected(step, named)
+                with step.on_buffers(), self._executor.together(expected):
+                    computing.plan(self._executor, expected)
         if loaded:
             self._arenas = [filling, planning, computing]
         return loaded[1:] if way & NEXT_PLANNED else loaded
@@ -348,11 +348,11 @@ class Ring(Generic[R]):
     def _go_ahead(self, unplanned: Sequence[Arena[R]], named: Lookups | None) -> None:
         """Brings the rows in of what was planned last, and plans the next batches beside that."""
         executor, plans = self._executor, self._plans
-        wanted = [arena.wanted(self._step, named) for arena in unplanned]
-        with executor.together([lookup for each in wanted for lookup in each]) as given, forked(plans):
+        expected = [arena.expected(self._step, named) for arena in unplanned]
+        with executor.together([lookup for each in expected for lookup in each]) as given, forked(plans):
             caches = self._fill(given)
             with on_stream(plans):
-                for arena, each in zip(unplanned, wanted, strict=True):
+                for arena, each in zip(unplanned, expected, strict=True):
                     arena.plan(executor, each, caches)
             plans.wait_stream(self._publishing)
 
@@ -361,19 +361,19 @@ class Ring(Generic[R]):
     ) -> R:
         """The same in a graph of several ranks, and the function: the ids of the batch that is planned go to other
         ranks behind the rows of the one that is computed, and so do not keep these waiting."""
-        executor, plans, wanted = self._executor, self._plans, planning.wanted(self._step, named)
+        executor, plans, expected = self._executor, self._plans, planning.expected(self._step, named)
         is_planned = False
 
         def plan() -> None:
             nonlocal is_planned
             is_planned = True
-            with executor.together(wanted):
+            with executor.together(expected):
                 with on_stream(plans):
-                    planning.plan(executor, wanted, caches)
+                    planning.plan(executor, expected, caches)
                 executor.stream.wait_stream(plans)
 
         with forked(plans), forked(self._publishing):
-            with executor.together(wanted) as given:
+            with executor.together(expected) as given:
                 caches = self._fill(given)
             with agreement.behind_rows(plan):
                 result = self._compute(computing)

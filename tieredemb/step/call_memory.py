@@ -50,16 +50,16 @@ class CallMemory:
             for group, n in zip(groups, ids, strict=True)
         ]
         self.segments = [
-            group.lookup.new_segments(n, device) if wanted else None
-            for group, n, wanted in zip(groups, ids, sorts, strict=True)
+            group.lookup.new_segments(n, device) if needed else None
+            for group, n, needed in zip(groups, ids, sorts, strict=True)
         ]
         # of each occurrence, where rows are not pooled, its number among as many for each feature: a bag of its own
         self.own_bag = None
         if not groups[0].config.pooled:
             self.own_bag = torch.empty(ids[0], dtype=torch.int32, device=device)
         self.trained = [
-            torch.empty(n, dtype=torch.int32, device=device) if wanted else None
-            for n, wanted in zip(ids, masks, strict=True)
+            torch.empty(n, dtype=torch.int32, device=device) if needed else None
+            for n, needed in zip(ids, masks, strict=True)
         ]
         # what masks are made of, which may be once homes are known, behind what was given
         given = ids[0] if blocks == 1 else sum(ids)
