@@ -74,11 +74,11 @@ class CallMemory:
         same = self.groups == list(groups) and self.places == places
         return same and all((len(b.homes), b.batch) == (n, batch) for b, n in zip(self.bags, ids, strict=True))
 
-    def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
-        """The current stream has planned into it; `aside`: what comes once other streams have."""
+    def planned(self, events: Iterable[torch.cuda.Event | None]) -> None:
+        """The current stream has planned into it; `events`: those of other streams that have."""
         if torch.cuda.is_current_stream_capturing():
             return  # a replay is one whole
-        self._pending = [event for event in aside if event is not None]
+        self._pending = [event for event in events if event is not None]
         if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
             self._pending.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             self._pending[-1].record(current_stream())

@@ -151,7 +151,7 @@ class DeviceCall(Call):
             blocks = blocks * len(groups)
         # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
         if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
-            given = groups[0].cache.aside(functools.partial(self._find_bags, groups, blocks))
+            given = groups[0].cache.run_beside(functools.partial(self._find_bags, groups, blocks))
         elif self.form is None:
             self._find_bags(groups, blocks)
         else:  # each with its plan
@@ -185,7 +185,7 @@ class DeviceCall(Call):
                 part.join()
             raise
         finally:
-            self.memory.planned(part.ticket.aside for part in self.parts)
+            self.memory.planned(part.ticket.side_done for part in self.parts)
 
     def allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
         """Room for its plan."""
@@ -242,7 +242,7 @@ class DeviceCall(Call):
 
     def release(self) -> None:
         for part in self.parts:
-            if part.ticket.aside is not None:  # of a plan that nobody looks up: a capture ends with one stream
+            if part.ticket.side_done is not None:  # of a plan that nobody looks up: a capture ends with one stream
                 part.join()
         super().release()
 

@@ -108,7 +108,7 @@ class DeviceGroupCall:
             bags.keys, bags.homes, kind, client=group.device_client, given=given, beside=beside
         )
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
-        self._ids = None if trained is None else ids  # which may yet be read aside
+        self._ids = None if trained is None else ids  # which a side stream may yet read
 
     def complete(self) -> bool:
         """Brings its plan to its end, if it has yet to come there; returns False if it failed. Waits as the cache's."""
@@ -116,9 +116,9 @@ class DeviceGroupCall:
 
     def join(self) -> None:
         """What ran beside the lookup is done for what follows."""
-        if self.ticket.aside is not None:
-            self.ticket.aside.wait(current_stream())
-            self.ticket.aside = None
+        if self.ticket.side_done is not None:
+            self.ticket.side_done.wait(current_stream())
+            self.ticket.side_done = None
         self._ids = None
 
     def segments(self) -> Segments:

@@ -23,7 +23,7 @@ On which stream or thread.
     GPU             A phase launches kernels on the current stream and waits for nothing. A plan made ahead has a stream
                     of its own; `start` makes the computing stream wait for it (`ticket.ready`). Within a plan, what
                     needs homes but no rows (sorting for the update) runs on a side stream beside the rows that move,
-                    and the update waits for it (`ticket.aside`).
+                    and the update waits for it (`ticket.side_done`).
     GPU, staged     Rows of files and of other memory that no kernel reaches pass through the host: `plan` reports what
                     is missed, `complete` waits for the report, reads storage and brings the rows in.
 

@@ -208,7 +208,7 @@ class DeviceCache(Cache):
             self._recover()
             self._planner.finish_last(usable=not self.suspects.reason)
 
-    def aside(self, function: Beside) -> torch.cuda.Event:
+    def run_beside(self, function: Beside) -> torch.cuda.Event:
         """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
         done."""
         with self.plan_lock:

@@ -60,7 +60,7 @@ class InPlace(Transfer):
             if plan.beside and torch.cuda.is_current_stream_capturing() and not plan.kind.ahead:
                 self._side.mark()
                 published = self._side.run(functools.partial(self._publish, plan))
-                plan.aside = self._side.run(
+                plan.side_done = self._side.run(
                     plan.beside
                 )  # beside the lookup, too: events of a graph cost the host nothing
                 self._fill(plan)
@@ -89,17 +89,17 @@ class InPlace(Transfer):
             self._publish(plan)
             if plan.beside:
                 self._side.mark()
-                plan.aside = self._side.run(plan.beside)
+                plan.side_done = self._side.run(plan.beside)
             plan.phase = Phase.PUBLISHED
         if plan.left_at is Phase.PUBLISHED:  # `move` may be another capture's
-            self._wait_aside(plan)
+            self._wait_for_side(plan)
 
     def move(self, plan: BatchPlan) -> None:
         with slots_change_hands(self._changes, plan.missed):
             self._fill(plan)
         if not torch.cuda.is_current_stream_capturing():
             plan.missed.record_stream()
-        self._wait_aside(plan)
+        self._wait_for_side(plan)
         plan.phase = Phase.MOVED
 
     def _publish(self, plan: BatchPlan, beside: Beside | None = None) -> None:
@@ -111,10 +111,10 @@ class InPlace(Transfer):
         self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True)
         self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.uncached))
 
-    def _wait_aside(self, plan: BatchPlan) -> None:
-        if plan.aside is not None:
-            plan.aside.wait(current_stream())
-            plan.aside = None
+    def _wait_for_side(self, plan: BatchPlan) -> None:
+        if plan.side_done is not None:
+            plan.side_done.wait(current_stream())
+            plan.side_done = None
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class BatchPlan:
     before it lock their rows.
 
     `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
-    that was launched · `aside`: comes once `beside` is done, where that is to be waited for yet · `place`: where the
+    that was launched · `side_done`: the event after `beside`, where that is yet to be waited for · `place`: where the
     rows are to come, on which stream; deferred ones have none, and come on that of who asks for them · `host`: over a
     staged tier, what the host does between `start` and `move`."""
 
@@ -213,7 +213,7 @@ class BatchPlan:
     lag: int = 0
     is_deferred: bool = False
     phase: Phase = Phase.FOUND
-    aside: torch.cuda.Event | None = None
+    side_done: torch.cuda.Event | None = None
     place: Place | None = None
     host: HostPhase | None = None
 
@@ -231,7 +231,7 @@ class BatchPlan:
 
     def rebind(self) -> BatchPlan:
         """The plan that a replay makes where this one was."""
-        return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, aside=None)
+        return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, side_done=None)
 
     def size_bytes(self) -> int:
         """Of what it keeps for its replays."""

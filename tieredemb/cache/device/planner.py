@@ -37,7 +37,7 @@ from tieredemb.kernels.tracing import marked
 if TYPE_CHECKING:
     from tieredemb.cache.device.staging import HostPhase
 
-LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
+LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than a side stream costs (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
@@ -155,7 +155,7 @@ class Planner:
             if plan.phase is not Phase.MOVED and not kind.ahead and self.recording is None:
                 self.transfer.move(plan)
         ticket = self.ticket(begun.number, homes, overflow)
-        ticket.aside, plan.aside = plan.aside, None
+        ticket.side_done, plan.side_done = plan.side_done, None
         if self.recording is not None:
             ticket.plan = plan
         elif plan.phase is not Phase.MOVED:
@@ -293,7 +293,7 @@ class Planner:
             run()
         elif ticket.homes.shape[0] >= LARGE or (beside and torch.cuda.is_current_stream_capturing()):
             self.side.mark()
-            ticket.aside = self.side.run(run)
+            ticket.side_done = self.side.run(run)
         else:
             run()
 

@@ -13,9 +13,9 @@ from tieredemb.cache.tickets import Flight, TicketBook
 class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
     used without one, or `DROPPED` · `overflow`: where such rows were when the batch was planned, if there may be any ·
-    `ready`: comes once the rows are there, where another stream brings them than the one that computes · `aside`: comes
-    once what was to run beside the plan is done, where the lookup need not wait for it · `is_complete`: whether the
-    plan has come to its end, and `failed`: whether without success · `plan`: where its rows were left for
+    `ready`: the event after the rows are filled, where another stream fills them than the one that computes ·
+    `side_done`: the event after what runs beside the plan, where the lookup need not wait for it · `is_complete`:
+    whether the plan has come to its end, and `failed`: whether without success · `plan`: where its rows were left for
     later, or a recorded plan is to be replayed with the host's part between: that plan."""
 
     def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, book: TicketBook) -> None:
@@ -24,7 +24,7 @@ class DeviceTicket(Flight):
         self.overflow = overflow
         self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's
         self.ready: torch.cuda.Event | None = None
-        self.aside: torch.cuda.Event | None = None
+        self.side_done: torch.cuda.Event | None = None
         self.is_complete = True
         self.plan: BatchPlan | None = None
 
