@@ -10,7 +10,7 @@ from devices import require_gpu
 
 from tieredemb.cache.base import USE
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, places
+from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, field_offsets
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
@@ -77,13 +77,13 @@ class Plans:
 
     def counts(self):
         """missed, needed, used, tombstones, uncached, room, record"""
-        return self.plan.control[places().counts : places().totals].view(torch.int32)[:7].tolist()
+        return self.plan.control[field_offsets().counts : field_offsets().totals].view(torch.int32)[:7].tolist()
 
     def seen(self):
         """What a plan has ended in, but for which missed key got which slot or record: that may differ."""
         rows, missed, _, used, _, uncached, room, _ = self.rows, *self.counts()
         with_slots = missed - uncached
-        selection = places().selection
+        selection = field_offsets().selection
         chosen = int(self.plan.control[selection : selection + 4].view(torch.int32))
         slots, records = self.missed.view("slots", missed), self.plan.records.table[: self.plan.records.rows, 0]
         hot, under_records = self.homes >= 0, (self.homes < -1) & (self.homes != DROPPED)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, places
+from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, field_offsets
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import RowLayout
@@ -110,7 +110,7 @@ class RowMoves:
         """Brings the rows of `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs, from the rows `source`
         of `weight` and `state` (0: in their order), or generates them. No row in a slot has a score of zero."""
         n, given = len(slots), slots.contiguous()
-        moving = torch.zeros(places().moving_bytes // 4, dtype=torch.int32, device=self.device)
+        moving = torch.zeros(field_offsets().moving_bytes // 4, dtype=torch.int32, device=self.device)
         moving[:1] = n
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
         self._move(n, moving, source, given, 0, 0, 0, weight, state, untouched, scored=None)

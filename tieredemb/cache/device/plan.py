@@ -27,14 +27,14 @@ from tieredemb.kernels.streams import current_stream
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.staging import HostPhase
-    from tieredemb.cache.device.stream_order import Place
+    from tieredemb.cache.device.stream_order import ResumePoint
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
 MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
 
 
-class Places(NamedTuple):
+class FieldOffsets(NamedTuple):
     """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
     `Selection`, each at a multiple of 32, and of their fields. `client_bytes`: of a client · `claim_bytes`: of a claim
     · `moving_bytes`: of `Moving`, and in it the words `to_move` (its rows), `untouched`, `published`, `over` ·
@@ -67,14 +67,14 @@ class Places(NamedTuple):
 
 
 @functools.cache
-def places() -> Places:
+def field_offsets() -> FieldOffsets:
     """As the kernels' source says it."""
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
     names = ("missed", "needed", "room", "arrivals", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
-    return Places(
+    return FieldOffsets(
         clock=clock,
         counts=counts,
         selection=selection,
@@ -139,7 +139,7 @@ class Missed:
         self.cells = 2
         while self.cells < 2 * n:
             self.cells *= 2
-        room, at = n + n % 2, places()  # what follows stays aligned to 8 bytes
+        room, at = n + n % 2, field_offsets()  # what follows stays aligned to 8 bytes
         first = at.claim_bytes * self.cells, at.moving_bytes
         self.cleared = sum(first) // at.claim_bytes  # units that a plan begins with as zeros
         sizes = (*first, 8 * room, 8 * room, 4 * room, 4 * room, 4 * room, room)
@@ -159,22 +159,22 @@ class Missed:
     @property
     def in_all(self) -> int:
         """How many rows are to move. Synchronises."""
-        return int(self._words()[places().to_move].item())
+        return int(self._words()[field_offsets().to_move].item())
 
     @property
     def is_over(self) -> bool:
         """Whether all has moved. Synchronises."""
-        return bool(self._words()[places().over].item())
+        return bool(self._words()[field_offsets().over].item())
 
     def have_moved(self) -> None:
         """It is of no plan, or of none any more: nothing moves."""
-        words, at = self._words(), places()
+        words, at = self._words(), field_offsets()
         words.zero_()
         words[at.published] = words[at.over] = 1
 
     def _words(self) -> torch.Tensor:
         """Those of its `Moving`, int32."""
-        return self.view("moving", places().moving_bytes // 4)
+        return self.view("moving", field_offsets().moving_bytes // 4)
 
     def view(self, name: str, count: int) -> torch.Tensor:
         """The first `count` elements of a part as a tensor."""
@@ -201,8 +201,8 @@ class BatchPlan:
     before it lock their rows.
 
     `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
-    that was launched · `side_done`: the event after `beside`, where that is yet to be waited for · `place`: where the
-    rows are to come, on which stream; deferred ones have none, and come on that of who asks for them · `host`: over a
+    that was launched · `side_done`: the event after `beside`, where that is yet to be waited for · `resume_point`: on
+    which stream rows are filled; deferred ones have none, and are filled on that of the next caller · `host`: over a
     staged tier, what the host does between `start` and `move`."""
 
     homes: torch.Tensor
@@ -214,7 +214,7 @@ class BatchPlan:
     is_deferred: bool = False
     phase: Phase = Phase.FOUND
     side_done: torch.cuda.Event | None = None
-    place: Place | None = None
+    resume_point: ResumePoint | None = None
     host: HostPhase | None = None
 
     @property
@@ -273,7 +273,7 @@ class Records:
     def free(self, records: torch.Tensor) -> None:
         """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
         self.table[records, 0] = 0
-        self.table.view(torch.int32)[self.rows, places().taken] -= len(records)
+        self.table.view(torch.int32)[self.rows, field_offsets().taken] -= len(records)
 
     def clear(self) -> None:
         """Frees all records."""
@@ -299,7 +299,7 @@ class DevicePlan:
     ) -> None:
         self.rows = rows
         self.scoring = scoring
-        self._places = at = places()
+        self._offsets = at = field_offsets()
         self.control = torch.zeros(at.end, dtype=torch.uint8, device=device)
         self.records = Records(device)
         self._in_parts = int(len(clients) > 0)  # victims: plans are many
@@ -321,7 +321,7 @@ class DevicePlan:
 
     def _make_clients(self, first_keys: Sequence[int], device: torch.device) -> None:
         """Tells the kernels, and for good, where each client's keys begin, and its rows in resident slots."""
-        rows, at, count, end = self.rows, self._places, len(first_keys) - 1, first_keys[-1]
+        rows, at, count, end = self.rows, self._offsets, len(first_keys) - 1, first_keys[-1]
         edges = list(first_keys)
         if rows.resident:
             before = [sum(table.rows for table in rows.resident if table.first_key < key) for key in first_keys]
@@ -429,7 +429,7 @@ class DevicePlan:
 
     def totals(self, client: int | None = None) -> dict[str, int]:
         """All counters; or those of a client. Synchronises."""
-        names, words = self._places.total_names, self._totals.view(torch.int64)
+        names, words = self._offsets.total_names, self._totals.view(torch.int64)
         if client is not None:
             words = self._clients[client, : len(names)]
         return dict(zip(names, words.tolist(), strict=True))
@@ -449,23 +449,23 @@ class DevicePlan:
 
     def batch(self) -> int:
         """Number of the last batch planned, replays of graphs included. Synchronises."""
-        return int(self._word(self._places.batch).item())
+        return int(self._word(self._offsets.batch).item())
 
     def time(self) -> int:
         """Its time, of which scores are made. Synchronises."""
-        return int(self._word(self._places.time).item())
+        return int(self._word(self._offsets.time).item())
 
     def restart(self, batch: int) -> None:
         """Empties the plan's view of the slots; the next batch follows `batch`, in number and time."""
-        at = self._places
+        at = self._offsets
         for place in (at.batch, at.time):
             self._word(place).fill_(batch)
         self.control[at.counts : at.totals].zero_()
         self.records.clear()
 
-    def _word(self, place: int) -> torch.Tensor:
+    def _word(self, offset: int) -> torch.Tensor:
         """The int64 at a place of the control tensor."""
-        return self.control[place : place + 8].view(torch.int64)
+        return self.control[offset : offset + 8].view(torch.int64)
 
     def size_bytes(self) -> int:
         tensors = (self._clients, self._numbers, self._edges) if self.flags else ()

@@ -25,7 +25,7 @@ from tieredemb.cache.device.effects import ONE_PLAN
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, Phase, PlanOf
-from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
+from tieredemb.cache.device.stream_order import ResumePoint, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.tickets import TicketBook
@@ -168,7 +168,7 @@ class Planner:
         if plan.is_deferred:
             ticket.plan = plan
         else:
-            plan.place = self.order.place()
+            plan.resume_point = self.order.resume_point()
         ticket.is_complete = False
         self.unfinished[ticket] = plan
 
@@ -232,12 +232,12 @@ class Planner:
         self.end_capture()
         while pending := self._pending():
             ticket, plan = pending[0]
-            if plan.place is None:  # whatever is suspect, its slots have changed hands
+            if plan.resume_point is None:  # whatever is suspect, its slots have changed hands
                 self._finish_deferred(ticket, plan)
             else:
                 del self.unfinished[ticket]
                 if usable:
-                    self._finish(ticket, plan, plan.place)
+                    self._finish(ticket, plan, plan.resume_point)
                 else:
                     ticket.failed = ticket.is_complete = True
 
@@ -245,9 +245,9 @@ class Planner:
         """What is unfinished, but for what is filled by the step that is being captured."""
         return [each for each in self.unfinished.items() if not (self.in_capture and each[1].phase is Phase.MOVED)]
 
-    def _finish(self, ticket: DeviceTicket, plan: BatchPlan, place: Place) -> None:
+    def _finish(self, ticket: DeviceTicket, plan: BatchPlan, point: ResumePoint) -> None:
         ticket.failed = True
-        with self.order.resumed(place), marked("plan"):
+        with self.order.resumed(point), marked("plan"):
             try:
                 with marked("swap"):
                     self.transfer.move(plan)

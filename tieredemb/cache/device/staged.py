@@ -10,7 +10,7 @@ import torch
 from tieredemb.cache.changes import IntentLog
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
-from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, places
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, field_offsets
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
@@ -92,7 +92,7 @@ class Staged(Transfer):
         if self._uncached == 0:
             return
         records = self._records()
-        last = self._plan.records.table.view(torch.int32)[records, places().last_batch]
+        last = self._plan.records.table.view(torch.int32)[records, field_offsets().last_batch]
         # in the device's own numbers, which an interrupt may have left behind the host's, and in 32 bits, which wrap
         oldest = (self._plan.batch() + 1 - lag + 2**31) % 2**32 - 2**31
         gone = records[last - oldest < 0]

@@ -14,7 +14,7 @@ from tieredemb.kernels.inference import inference
 from tieredemb.kernels.streams import current_stream, on_stream, own_stream
 
 
-class Place(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where work was begun that is to go on there later. `after`: what a plan on a thread of its own comes behind ·
     `inference`: whether in torch's inference mode."""
 
@@ -142,14 +142,14 @@ class StreamOrder:
             self._planned, self._planned_in_capture = done, capturing
             self._planner, self._is_apart, self._after, self._done = outside
 
-    def place(self) -> Place:
+    def resume_point(self) -> ResumePoint:
         """Where the current plan is made, for `resumed`."""
-        return Place(current_stream(), self._after, torch.is_inference_mode_enabled())
+        return ResumePoint(current_stream(), self._after, torch.is_inference_mode_enabled())
 
     @contextlib.contextmanager
-    def resumed(self, place: Place) -> Iterator[None]:
-        """What was begun ahead in a place goes on there inside."""
-        with inference(place.inference), on_stream(place.stream), self.ahead(place.after):
+    def resumed(self, point: ResumePoint) -> Iterator[None]:
+        """What was begun ahead goes on inside, where it was begun."""
+        with inference(point.inference), on_stream(point.stream), self.ahead(point.after):
             yield
 
     @contextlib.contextmanager
