@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tieredemb.kernels.recorder import Recorder
-from tieredemb.step.capacities import LEAST_ROOM, MOST_CAPACITIES, ROOMS_AN_OCTAVE, Capacities, room_for
+from tieredemb.step.capacities import LEAST_ROOM, MOST_CAPACITIES, STEPS_AN_OCTAVE, Capacities, room_for
 
 STEPS, WARM_UP = 400, 50
 
@@ -88,7 +88,7 @@ def test_a_capacity_grows_by_more_than_it_has_to():
     capacities = Capacities()
     (first,) = capacities.of([10**5])
     count = first + 1
-    assert capacities.of([count]) == [room_for(count + count // ROOMS_AN_OCTAVE)]
+    assert capacities.of([count]) == [room_for(count + count // STEPS_AN_OCTAVE)]
     assert capacities.of([10**5]) == capacities.of([count])  # in the place of the first
 
 
@@ -103,6 +103,6 @@ def test_the_capacities_used_last_are_known():
 def test_rooms_are_few_and_not_much_larger():
     for n in [1, 255, 256, 257, 4095, 4096, 4097, 10**5, 10**6 + 1, 2**28]:
         room = room_for(n)
-        assert n <= room <= max(n + LEAST_ROOM - 1, n * (1 + 1 / ROOMS_AN_OCTAVE))
+        assert n <= room <= max(n + LEAST_ROOM - 1, n * (1 + 1 / STEPS_AN_OCTAVE))
     assert room_for(0) == 0
-    assert len({room_for(n) for n in range(2**16, 2**17)}) <= ROOMS_AN_OCTAVE + 1
+    assert len({room_for(n) for n in range(2**16, 2**17)}) <= STEPS_AN_OCTAVE + 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import le
 
-ROOMS_AN_OCTAVE = 16  # different rooms for ids, from a number of them to twice as many
+STEPS_AN_OCTAVE = 16  # different capacities, from a number of them to twice as many
 LEAST_ROOM = 256  # ids: that many take no longer than fewer
 LOOSE = 1.5  # × the ids of a batch: of a larger capacity the rest would be planned in vain
 MOST_CAPACITIES = 8  # that are known, those used last
@@ -14,7 +14,7 @@ MOST_CAPACITIES = 8  # that are known, those used last
 
 def room_for(ids: int) -> int:
     """Room for as many ids or up to a sixteenth more."""
-    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * ROOMS_AN_OCTAVE))
+    step = max(LEAST_ROOM, (1 << ids.bit_length()) // (2 * STEPS_AN_OCTAVE))
     return -(-ids // step) * step
 
 
@@ -28,22 +28,22 @@ class Capacities:
         """The capacity for so many ids of each block. If none that is known takes them, one of these grows, by a
         sixteenth more than it has to, so that it seldom does."""
         known, most = self._known, LOOSE * sum(counts) + LEAST_ROOM * len(counts)
-        for at, rooms in enumerate(known):
-            if sum(rooms) <= most and all(map(le, counts, rooms)):
+        for at, capacities in enumerate(known):
+            if sum(capacities) <= most and all(map(le, counts, capacities)):
                 if at:
                     known.insert(0, known.pop(at))
-                return rooms
+                return capacities
         known.insert(0, self._grown(counts, most))
         del known[MOST_CAPACITIES:]
         return known[0]
 
     def _grown(self, counts: Sequence[int], most: float) -> list[int]:
-        for at, rooms in enumerate(self._known):
+        for at, capacities in enumerate(self._known):
             grown = [
-                room if count <= room else room_for(count + count // ROOMS_AN_OCTAVE)
-                for count, room in zip(counts, rooms, strict=True)
+                capacity if count <= capacity else room_for(count + count // STEPS_AN_OCTAVE)
+                for count, capacity in zip(counts, capacities, strict=True)
             ]
-            if sum(counts) <= LOOSE * sum(rooms) and sum(grown) <= most:  # far smaller ones stay as they are
+            if sum(counts) <= LOOSE * sum(capacities) and sum(grown) <= most:  # far smaller ones stay as they are
                 del self._known[at]
                 return grown
         return [*map(room_for, counts)]

@@ -63,7 +63,7 @@ class DeviceCall(Call):
     stack: Stack | None = None  # what the rows of its output are, if that has one
     layout: Hashable = None  # of several forwards, what tells their batches apart (`BatchForm`)
     blocks = 1  # groups that have ids and outputs of their own, or one for all
-    rooms: Sequence[int] = ()  # for how many ids its memory has room, of each block
+    capacities: Sequence[int] = ()  # for how many ids its memory has room, of each block
     samples = -1  # how many it has, where `batch` is for how many its memory has room
     # of an `alone` call: tensors that it has beside the memory of all, and the stream that made them
     own: Sequence[torch.Tensor] = ()
@@ -79,7 +79,7 @@ class DeviceCall(Call):
         """The batch is about to be planned, by launches or a replay."""
         # with the first one of several forwards: there may be none
         self.ids, self.reports_later = batch.ids.shape[0], kind.ahead or self.form is not None
-        self.rooms = self.counts()
+        self.capacities = self.counts()
         self.stack = batch.stack
 
     def plan(
@@ -120,7 +120,7 @@ class DeviceCall(Call):
 
     def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
         """How many each group has room for."""
-        return [*self.rooms] if self.form is not None else [*self.rooms] * len(groups)
+        return [*self.capacities] if self.form is not None else [*self.capacities] * len(groups)
 
     def counts(self) -> list[int]:
         """How many ids there are, of each block."""

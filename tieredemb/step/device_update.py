@@ -228,8 +228,8 @@ def _launch(
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
             launches = [
-                functools.partial(each.launch, its_options, away, grads[each.block])
-                for each, its_options, away in zip(updates, options, overflow, strict=True)
+                functools.partial(each.launch, its_options, rows, grads[each.block])
+                for each, its_options, rows in zip(updates, options, overflow, strict=True)
             ]
             with _half_done(each.group.cache for each in updates):
                 side_by_side(tables.config.device, launches)

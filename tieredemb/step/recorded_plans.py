@@ -59,14 +59,14 @@ MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording 
 
 
 class Form(NamedTuple):
-    """What the launches of a plan depend on; how many ids there are is given to each replay. `layout`, `rooms`: see
-    `DeviceCall` · `batch`: samples, or for how many there is room · `bags`: those of one length, or how many of the
+    """What the launches of a plan depend on; how many ids there are is given to each replay. `layout`, `capacities`:
+    see `DeviceCall` · `batch`: samples, or for how many there is room · `bags`: those of one length, or how many of the
     `edges` are given · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and
     not a plain one, else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read ·
     `kind`: see `Call.plan` · `following`: what the plan depends on of each group's cache."""
 
     layout: Hashable
-    rooms: tuple[int, ...]
+    capacities: tuple[int, ...]
     batch: int
     edges: int
     bags: EqualBags | int
@@ -133,7 +133,7 @@ class RecordedPlans:
     def plan(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
-        if 0 in call.rooms or not self._is_recordable or torch.cuda.is_current_stream_capturing():
+        if 0 in call.capacities or not self._is_recordable or torch.cuda.is_current_stream_capturing():
             return False
         if torch._C._cuda_getDevice() == self.device.index and not torch._C._autograd._profiler_enabled():
             return self._plan(call, batch, kind)
@@ -165,7 +165,7 @@ class RecordedPlans:
             return False
         offsets, stack = batch.offsets, batch.stack
         form = Form(
-            call.layout, tuple(call.rooms), batch.size, batch.edges,
+            call.layout, tuple(call.capacities), batch.size, batch.edges,
             offsets if isinstance(offsets, EqualBags) else offsets.shape[0], batch.exact, batch.places,
             -1 if stack is None or stack.is_plain else stack.rows, batch.weights is not None, kind,
             tuple(following),
@@ -189,23 +189,23 @@ class RecordedPlans:
         """Gives `call` room for more ids than it has, where no row of the output is that of one id; and for more
         samples, where bags are of one length and numbered by their samples: returns the batch as one of as many, of
         which the last ones have empty bags. The caller holds the locks of plans and rows."""
-        counts, offsets = call.rooms, batch.offsets
+        counts, offsets = call.capacities, batch.offsets
         if batch.stack is not None or (call.form is None and not self._is_pooled):
             return batch
         if not isinstance(offsets, EqualBags):
-            call.rooms = self._with_slots(self._capacities.of(counts), counts)
+            call.capacities = self._with_slots(self._capacities.of(counts), counts)
             return batch
         if call.form is not None or not self._has_one_feature:
             return batch
-        (room,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
-        bags = room // length
-        call.rooms, call.batch, call.samples = [bags * length], bags, batch.size
+        (capacity,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
+        bags = capacity // length
+        call.capacities, call.batch, call.samples = [bags * length], bags, batch.size
         return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
 
-    def _with_slots(self, rooms: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """These rooms of each block, or of all groups, but no more than a plan can number. Where so many would not find
-        slots, and the ids that there are would, fewer: with more a plan would count on rows without a slot."""
-        found = [max(count, min(room, MOST_IDS)) for room, count in zip(rooms, counts, strict=True)]
+    def _with_slots(self, capacities: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """These capacities of each block, or of all groups, but no more than a plan can number. Where so many ids would
+        not find slots, and those that there are would, less: with more a plan would count on rows without a slot."""
+        found = [max(count, min(capacity, MOST_IDS)) for capacity, count in zip(capacities, counts, strict=True)]
         for number, group in enumerate(self.groups):
             at = number if len(counts) > 1 else 0
             has_slots, count = group.cache.has_slots_for, counts[at]
@@ -233,7 +233,7 @@ class RecordedPlan:
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.kind.trains)
             # torch's kernels, whose arguments do not change, read them where padding is left out of the gradient
             copies = self._memory.ids
-            self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.rooms])
+            self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.capacities])
             # words that stand for the number of ids of each block
             self._counts = torch.empty(len(blocks), dtype=torch.int64, device=device).unbind()
             self._row = None  # of each id, read by torch's kernels, too

@@ -48,8 +48,8 @@ def replay_update(
         # a plan with room for samples has updates for any number of them, as kernels read those that it has found
         *[grad.shape[1:] if len(its) == 1 else grad.shape for its in grads for grad in its],
         *[each.data_ptr() for each in kept],
-        *[0 if away.records is None else away.records.data_ptr() for away in overflow],
-        *[(away.weight, away.state) if away.uncached else None for away in overflow],
+        *[0 if rows.records is None else rows.records.data_ptr() for rows in overflow],
+        *[(rows.weight, rows.state) if rows.uncached else None for rows in overflow],
     )
     recorded = tables.placed.now.recorded
     recorder: Recorder[Key, RecordedUpdate] | None = recorded.get(tables)

@@ -53,16 +53,16 @@ LOAD_ROWS = 1 << 20  # rows filled at once by whole-cache calls
 
 class NextPlan(NamedTuple):
     """What the launches of the next plan will depend on but its ids: `lag`, how many batches before it lock their rows
-    · `uncached`: whether rows may be left without a slot · `records`: the address of the table of those, and `away`:
-    that of their weights."""
+    · `uncached`: whether rows may be left without a slot · `records`: the address of the table of those, and
+    `overflow`: that of their weights."""
 
     lag: int
     uncached: bool
     records: int
-    away: int
+    overflow: int
 
 
-ALL_RESIDENT = NextPlan(lag=0, uncached=False, records=0, away=0)
+ALL_RESIDENT = NextPlan(lag=0, uncached=False, records=0, overflow=0)
 
 
 class DeviceCache(Cache):
