@@ -38,7 +38,7 @@ class Autotuner:
         self._left = FIRST  # steps until a trial begins
         self._found: bool | None = None  # by the last trial: whether to plan ahead
         self._spans: dict[bool, list[float]] = {True: [], False: []}  # of trials that are not sure, in each way
-        self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
+        self._stages: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
         self._wait = 0  # steps until the next event
         self._cut = 0  # how often a loop's end has cut a trial short
 
@@ -50,31 +50,31 @@ class Autotuner:
             self._wait -= 1
         elif not self._is_timed:
             self._note()
-        elif self._parts[-1][-1].query():  # type: ignore[no-untyped-call]
+        elif self._stages[-1][-1].query():  # type: ignore[no-untyped-call]
             self._decide()
 
     @property
     def _is_timed(self) -> bool:
         """Whether all spans of a trial have ended."""
-        return len(self._parts) == len(SPANS) and len(self._parts[-1]) > SPANS[-1]
+        return len(self._stages) == len(SPANS) and len(self._stages[-1]) > SPANS[-1]
 
     def _note(self) -> None:
         """A span begins, or ends."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        self._parts = self._parts or [[]]
-        self._parts[-1].append(event)
+        self._stages = self._stages or [[]]
+        self._stages[-1].append(event)
         self._wait = SPAN - 1
-        if len(self._parts[-1]) > SPANS[len(self._parts) - 1] and len(self._parts) < len(SPANS):
-            self._parts.append([])
-            self._turn()
+        if len(self._stages[-1]) > SPANS[len(self._stages) - 1] and len(self._stages) < len(SPANS):
+            self._stages.append([])
+            self._switch()
 
-    def _turn(self) -> None:
+    def _switch(self) -> None:
         self.ahead, self._wait = not self.ahead, self._settle
 
     def _decide(self) -> None:
-        before, other, after = map(_spans, self._parts)
-        self._parts, self._cut = [], 0
+        before, other, after = map(_spans, self._stages)
+        self._stages, self._cut = [], 0
         self._spans[self.ahead] += before + after
         self._spans[not self.ahead] += other
         times = {way: _usual(spans) for way, spans in self._spans.items()}
@@ -88,19 +88,19 @@ class Autotuner:
             self._between = AGAIN
         self._found, self._left = found, self._between
         if found != self.ahead and (agrees or not agreed):
-            self._turn()
+            self._switch()
 
     def leave(self) -> None:
         """The loop has ended: what it was about to time of a trial is timed in the next one. Where loops are too short
         for that, there is no trial."""
-        if not self._parts or self._is_timed:
+        if not self._stages or self._is_timed:
             return
-        self._parts[-1] = []
+        self._stages[-1] = []
         self._wait, self._cut = self._settle, self._cut + 1
         if self._cut > MOST_CUT:
-            if len(self._parts) == 2:  # the other way was tried
+            if len(self._stages) == 2:  # the other way was tried
                 self.ahead = not self.ahead
-            self._parts, self._cut, self._left = [], 0, LAST
+            self._stages, self._cut, self._left = [], 0, LAST
 
 
 class SharedAutotuner:

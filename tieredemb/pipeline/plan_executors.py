@@ -47,7 +47,7 @@ class PlanExecutors:
         with contextlib.ExitStack() as entered:
             for stream in self._streams:
                 on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
-                entered.enter_context(stream.together(on_it))
+                entered.enter_context(stream.planning(on_it))
             if len(lookups) == 1:
                 ((module, given, trains),) = lookups
                 kind = AHEAD._replace(trains=trains)
@@ -146,7 +146,7 @@ class StreamExecutor(PlanExecutor):
             yield
 
     @contextlib.contextmanager
-    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[Collection[Cache]]:
+    def planning(self, lookups: Sequence[LookupSpec]) -> Iterator[Collection[Cache]]:
         """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream, by those
         caches."""
         if not lookups:

@@ -289,7 +289,7 @@ class Ring(Generic[R]):
             self._last = None
             if loaded:
                 expected = computing.expected(step, named)
-                with step.on_buffers(), self._executor.together(expected):
+                with step.on_buffers(), self._executor.planning(expected):
                     computing.plan(self._executor, expected)
         if loaded:
             self._arenas = [filling, planning, computing]
@@ -349,7 +349,7 @@ class Ring(Generic[R]):
         """Brings the rows in of what was planned last, and plans the next batches beside that."""
         executor, plans = self._executor, self._plans
         expected = [arena.expected(self._step, named) for arena in unplanned]
-        with executor.together([lookup for each in expected for lookup in each]) as given, forked(plans):
+        with executor.planning([lookup for each in expected for lookup in each]) as given, forked(plans):
             caches = self._fill(given)
             with on_stream(plans):
                 for arena, each in zip(unplanned, expected, strict=True):
@@ -367,13 +367,13 @@ class Ring(Generic[R]):
         def plan() -> None:
             nonlocal is_planned
             is_planned = True
-            with executor.together(expected):
+            with executor.planning(expected):
                 with on_stream(plans):
                     planning.plan(executor, expected, caches)
                 executor.stream.wait_stream(plans)
 
         with forked(plans), forked(self._publishing):
-            with executor.together(expected) as given:
+            with executor.planning(expected) as given:
                 caches = self._fill(given)
             with agreement.behind_rows(plan):
                 result = self._compute(computing)

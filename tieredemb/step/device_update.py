@@ -57,10 +57,10 @@ def _those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
         of_whole.setdefault(calls[0][0].context.tables.whole, []).append(calls)
     found: dict[Hashable, list[Collected]] = {}
     for whole, its in of_whole.items():
-        is_apart = len(its) < 2 or _is_large(its)
+        is_alone = len(its) < 2 or _is_large(its)
         for number, calls in enumerate(its):
-            key = number if is_apart else calls[0][0].context.check_trainable().alike()
-            found.setdefault((whole, is_apart, key), []).append(calls)
+            key = number if is_alone else calls[0][0].context.check_trainable().alike()
+            found.setdefault((whole, is_alone, key), []).append(calls)
     return list(found.values())
 
 

@@ -382,12 +382,12 @@ class PendingGradients:
             device = self._tables.placed.now.config.device
             if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
-                    self._zeros, self._zeros_on = _apart(torch.zeros((self._count, 2), device=device)), device
+                    self._zeros, self._zeros_on = _without_views(torch.zeros((self._count, 2), device=device)), device
             return self._zeros
         if self._read is None:
             with torch.no_grad():
                 norms = self._collected_norms(2.0)
-                self._read = _apart(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
+                self._read = _without_views(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
                 for table in self._zeroed:
                     self._read[table].zero_()
         return self._read
@@ -566,6 +566,6 @@ _A_GRADIENT = {0: TableGradient((1, 1), torch.device("cpu"), Known())}
 _ALONE = getrefcount(_A_GRADIENT[0])  # references that are counted of what nobody else has
 
 
-def _apart(values: torch.Tensor) -> list[torch.Tensor]:
+def _without_views(values: torch.Tensor) -> list[torch.Tensor]:
     """The rows of `values`, in its memory, and yet no views, which have no `detach_()`."""
     return [each.data for each in values.unbind()]

@@ -40,7 +40,7 @@ class StreamOrder:
         self._stream = current_stream(device.index)  # the one that computes
         self._handle = self._stream.cuda_stream
         self._planner = 0  # the thread that plans ahead, while one does
-        self._is_apart = False  # whether it is another than the one that computes
+        self._on_thread = False  # whether it is on a thread of its own, and not the one that computes
         self._after: torch.cuda.Event | None = None  # what its plan comes behind
         # the last plan ahead, while the computing stream has not waited, and whether it is part of a capture
         self._planned: torch.cuda.Event | None = None
@@ -76,7 +76,7 @@ class StreamOrder:
                 is_captured = torch.cuda.is_current_stream_capturing()
             if is_captured:
                 current_stream().wait_stream(self._stream)
-        elif not self._is_apart:
+        elif not self._on_thread:
             current_stream().wait_stream(self._stream)
         elif self._touched is not None:
             self._touched.wait(current_stream())
@@ -101,7 +101,7 @@ class StreamOrder:
     def is_behind(self) -> bool:
         """Whether what is launched now comes behind all that the computing stream has queued: a plan by a thread of its
         own does not."""
-        return not (self._is_ahead and self._is_apart)
+        return not (self._is_ahead and self._on_thread)
 
     @property
     def _is_ahead(self) -> bool:
@@ -131,8 +131,8 @@ class StreamOrder:
             after.wait(stream)  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
             self._planned.wait(current_stream())
-        outside = self._planner, self._is_apart, self._after, self._done
-        self._planner, self._is_apart, self._after = threading.get_ident(), after is not None, after
+        outside = self._planner, self._on_thread, self._after, self._done
+        self._planner, self._on_thread, self._after = threading.get_ident(), after is not None, after
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done, self._done_on = done, stream
         try:
@@ -140,7 +140,7 @@ class StreamOrder:
         finally:
             done.record(stream)
             self._planned, self._planned_in_capture = done, capturing
-            self._planner, self._is_apart, self._after, self._done = outside
+            self._planner, self._on_thread, self._after, self._done = outside
 
     def resume_point(self) -> ResumePoint:
         """Where the current plan is made, for `resumed`."""
@@ -157,7 +157,7 @@ class StreamOrder:
         """Tensors made inside outlast a plan made ahead: they are of the computing stream's memory and, freed, reused
         behind what computes with them. A thread of its own, which must not wait for what is queued since, takes its own
         stream's."""
-        if not self._is_ahead or self._is_apart or torch.cuda.is_current_stream_capturing():
+        if not self._is_ahead or self._on_thread or torch.cuda.is_current_stream_capturing():
             yield
             return
         planning, computing = current_stream(), self._stream
