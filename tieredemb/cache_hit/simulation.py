@@ -25,13 +25,15 @@ NO_SLOT, NO_ROW, NEVER = -1, -1, -(2**31)
 def simulate(workload: Workload, capacity: int, policy: Policy, advance: Advance) -> tuple[int, int, int]:
     """Hits, fetched rows and evictions of the measured batches, in a cache of `capacity` rows that is empty at the
     first batch."""
+    from tieredemb.cache.policy_cpu import gains_of
     from tieredemb.cache_hit.simulation_cpu import EVICTED, FETCHED, HITS, batches_plan
 
     uses, size = workload.uses, workload.batch_size
     trace = (uses.rows, uses.occurrences, uses.bounds)
     state, counts = _empty_cache(capacity, workload.trace.rows, size)
     terms = scoring(policy)
-    rule = (terms.kind, terms.unit, terms.units_per_batch, terms.remember, terms.ties_by_age)
+    gains = gains_of(terms.kind, terms.unit)
+    rule = (terms.kind, terms.unit, gains, terms.units_per_batch, terms.remember, terms.ties_by_age)
     batches = len(uses.bounds) - 1
     step = max(1, USES_PER_CALL // size)
     for begin, end in ((0, workload.first_batch), (workload.first_batch, batches)):

@@ -177,7 +177,7 @@ def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, 
     """Plans the batches first … stop - 1 of a trace: counts hits, evicts rows for those that are missed, brings these
     into slots, and raises the score of all."""
     use_row, occurrences, bounds = uses
-    kind, unit, units_per_batch, remember, by_age = policy
+    kind, unit, gains, units_per_batch, remember, by_age = policy
     row, score, last_batch = slots
     slot_of, stored = rows
     missed, victims = scratch
@@ -225,7 +225,7 @@ def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, 
         now = min(np.int64(MAX_SCORE), MIN_SCORE + np.int64(batch * units_per_batch))
         for use in range(begin, end):
             slot = slot_of[use_row[use]]
-            score[slot] = raised(np.int64(score[slot]), now, kind, unit)
+            score[slot] = raised(np.int64(score[slot]), now, kind, unit, gains)
             rank = rank_of(slot, slots, by_age, batch)
             if rank <= threshold[0] and slot < capacity:
                 if counts[ASIDE] == heap[0].shape[0]:  # of void entries: the next victims take a new scan

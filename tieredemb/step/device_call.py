@@ -241,8 +241,9 @@ class DeviceCall(Call):
         return ended
 
     def release(self) -> None:
-        for part in self.parts:
-            if part.ticket.side_done is not None:  # of a plan that nobody looks up: a capture ends with one stream
+        # of a plan that nobody has looked up: a capture ends with one stream, and one that has failed has no events
+        if any(part.ticket.side_done is not None for part in self.parts) and torch.cuda.is_current_stream_capturing():
+            for part in self.parts:
                 part.join()
         super().release()
 

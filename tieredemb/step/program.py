@@ -1,42 +1,61 @@
-"""The program of a batch: the phases of one forward, of its backward and of its update. `Call` has them in this order.
+"""The program of a batch: the phases of one forward, of its backward and of its update, in their order.
 
-    phase       method              reads                            writes
-    plan        plan, complete      ids, edges of bags, map          homes of the ids; slots, map; a ticket
-    start       start               homes, rows, steps taken         rows at the current step, rows within max_norm
-    lookup      pool                homes, rows, edges               the output
-    backward    (autograd_node)     the gradient of the output       the list of calls of this backward pass
-    update      apply               homes, gradients                 rows, optimizer state, dirty bits, steps taken
-    release     release                                              the ticket: its rows may leave their slots
+    phase       by                          reads                           writes
+    plan        Call.plan, Call.complete    ids, edges of bags, map, cold   keys, homes; slots, map, scores; a ticket,
+                                            rows and scores                 which locks the rows
+    start       Call.start                  homes, rows, steps taken        rows at the current step; rows in max_norm
+    lookup      Call.pool                   homes, rows, edges              the output
+    backward    autograd_node               gradient of the output          the calls that this backward pass collects;
+                                                                            the gradient of per-sample weights
+    update      host_call.apply,            segments of homes, gradients    rows, optimizer state, dirty bits, steps
+                device_update.apply                                         taken
+    release     Call.release                                                the ticket: its rows may leave their slots
 
-A plan has phases of its own (find, place, publish, move), which are the cache's: see docs/design.md, "The program of a
-batch". Each phase has a CPU form (`host_call`) and a GPU form (`device_call`, `device_update`), with equal results.
+A plan has phases of its own, which are the cache's (find, place, publish, move). Both devices have all of these phases:
+`host_call` for the CPU, `device_call` and `device_update` for GPUs. On one device results have the same bits whatever
+way a batch goes.
 
-Who runs the phases. `Engine.lookup` plans, starts and looks up one forward. A forward that is known before it comes is
-planned by `Engine.plan_ahead`, or with those of other tables by `pipeline.plan_groups`; it starts when it comes, by
-`Engine.lookup_planned`. All calls that one backward pass reaches are applied once, at its end or in the step of a torch
-optimizer, in the order of their forwards, as a dense gradient would be; then they are released. A forward without
-gradient is released after its lookup. A forward inside of a backward pass is a recomputation (activation
-checkpointing): its plan scores nothing.
+**Who runs them.** `Engine.lookup` is what a module's forward calls.
+    - A forward without gradient over memory of the CPU needs none of this: `Call.read` (`reading.py`) returns its
+      output. Else the forward takes the plan that was made for its very tensors, or plans now; then it starts and looks
+      up. Without gradient it is released after that.
+    - A forward that is known before it comes is planned by `Engine.plan_ahead`; several, of tables that share caches,
+      are planned as one by `pipeline.plan_groups` (`Forwards`). Whoever takes such a plan has it completed.
+    - A plan ahead that has failed raises nothing: its forward plans anew, and finds out why.
+    - A forward inside of a backward pass is a recomputation (activation checkpointing): its plan scores nothing, and
+      its gradient goes to that pass.
+    - The calls that a backward pass has collected are updated together, in the order of their forwards, as a dense
+      gradient would be: when the outermost pass ends; at the end of `accumulate()`; or in the step of a torch optimizer
+      that the tables follow. Then they are released.
 
-On which stream or thread.
-    CPU             A phase is done when its method returns. A plan made ahead runs on a thread of its own.
-    GPU             A phase launches kernels on the current stream and waits for nothing. A plan made ahead has a stream
-                    of its own; `start` makes the computing stream wait for it (`ticket.ready`). Within a plan, what
-                    needs homes but no rows (sorting for the update) runs on a side stream beside the rows that move,
-                    and the update waits for it (`ticket.side_done`).
-    GPU, staged     Rows of files and of other memory that no kernel reaches pass through the host: `plan` reports what
-                    is missed, `complete` waits for the report, reads storage and brings the rows in.
+**On which thread or stream.**
+    - CPU: a phase is done when its method returns. Plans ahead run one after another on one thread of the loop; who
+      takes one waits for it.
+    - GPU, rows reached by kernels: phases launch on the current stream, and the host waits for nothing, but with
+      check_ids="always". Plans ahead are launched on one stream beside. Whatever first uses the rows of such a plan has
+      its stream wait for the event `ticket.ready`. Within a plan, publishing and the sort for the update run on a side
+      stream beside the rows that move. In a graph the sort runs beside the lookup, too, which joins it at its end
+      (`ticket.side_done`).
+    - GPU, rows that pass through the host (`File`, `Pmem`): a plan that is needed now waits for the report of what is
+      missed, reads storage and sends the rows. Of a plan ahead this is left for `complete`, on the submitting thread,
+      or on a worker where it takes long.
+    - Updates run on the stream and thread of the backward, or of the optimizer's step.
 
-How a GPU runs the phases. The bits are equal.
-    launched        Kernel by kernel, as the methods say.
-    replayed        A plan that comes again and again, with its lookup, is recorded as a CUDA graph, and so is an update
-                    (`recorded_plans`, `recorded_updates`). `plan` then replays the graph, and `start` and `pool` find
-                    the output there. The host still makes a ticket and counts the batch for each plan.
-    captured        In `graph_step`, or a graph of the user's own, the same methods run once, while the stream is
-                    captured, and nothing in them is recorded. A replay runs all kernels of the step and no Python:
-                    shapes and dtypes are those of the capture, a wrong id sets a flag that a later call raises, and
-                    batches are counted on the device. Of the cache's books a replay changes only what it leaves in
-                    flight for the next one (`pipeline`).
+**How a GPU launches them.**
+    - Launched: kernel by kernel.
+    - Recorded (`recorded_plans`, `recorded_updates`): what comes the third time in the same form is captured as a small
+      graph, and replayed from then on. Made now, plan and lookup are one graph: `plan` replays it, and `pool` hands out
+      the output. Made ahead, or over storage that the host reads, the lookup has a graph of its own, which `pool`
+      replays. An update has one, too. For each plan the host makes tickets, and counts a batch.
+    - Captured (`pipeline.ring`): `graph_step` runs a few steps as they are, and then captures a whole step: the methods
+      above run while the stream is captured, and launch into the graph. A step that goes ahead captures three graphs,
+      each of which computes one batch, moves the rows of the next, and plans the one after that. A replay launches the
+      graph and runs none of these methods. The host copies the batch into the graph's buffers, raises what earlier
+      batches have reported, sends learning rates, and enters into the ledger the batches that the replay leaves in
+      flight.
+
+**What is wrong with ids or offsets.** A CPU raises in `plan`, before anything changes. On a GPU a flag is set: a bad id
+reads zeros, the batch updates no row, and a later call raises.
 """
 
 from __future__ import annotations
@@ -128,8 +147,8 @@ class CallContext:
 
 
 class Shareable(abc.ABC):
-    """What was planned, of which each forward that it was planned for has its share: one alone has all of it.
-    `forwards`: those that it is one of, where several were planned as one, and `block`: of which of their pools."""
+    """What was planned, for one forward or for several. `forwards`: where it is one of several that were planned as
+    one, these, and `block`: the number of its pool among theirs."""
 
     forwards: Any = None
     block = 0
@@ -200,15 +219,16 @@ class Call(Shareable):
         changes."""
 
     def complete(self) -> bool:
-        """Brings the plan to its end, where rows pass through the host; returns False if that failed, and the forward
-        is to plan anew."""
+        """Brings the rows of a plan made ahead that pass through the host. Returns False if that failed: the forward is
+        to plan anew."""
         return True
 
     # --- the forward comes --------------------------------------------------------------------------------------------
 
     def start(self, *, trains: bool) -> None:
         """The forward has come: gives it its number among all forwards. Brings the rows of a dense optimizer to the
-        current step if a backward is expected (`trains`), and scales rows down to `max_norm`."""
+        current step if a backward is expected (`trains`), and scales rows down to `max_norm`. Forwards planned as one
+        read copies at the current step; their rows are brought there later (`Forwards`)."""
         self.number = next(NUMBERS)
         limits = self.context.options.max_norm is not None
         if self.context.is_dense and (trains or limits):  # a lookup without gradient reads them at the current step

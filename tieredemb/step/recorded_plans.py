@@ -208,10 +208,10 @@ class RecordedPlans:
         found = [max(count, min(capacity, MOST_IDS)) for capacity, count in zip(capacities, counts, strict=True)]
         for number, group in enumerate(self.groups):
             at = number if len(counts) > 1 else 0
-            has_slots, count = group.cache.has_slots_for, counts[at]
-            if not has_slots(found[at]) and has_slots(count):
+            left, count = group.cache.slots_left(), counts[at]
+            if found[at] > left >= count:
                 found[at] = min(found[at], room_for(count))
-                if not has_slots(found[at]):
+                if found[at] > left:
                     found[at] = count
         return found
 

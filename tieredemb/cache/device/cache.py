@@ -63,6 +63,7 @@ class NextPlan(NamedTuple):
 
 
 ALL_RESIDENT = NextPlan(lag=0, uncached=False, records=0, overflow=0)
+ANY_NUMBER = 1 << 62  # of ids
 
 
 class DeviceCache(Cache):
@@ -270,13 +271,13 @@ class DeviceCache(Cache):
         finds the rows of the others locked. The caller holds the locks of plans and rows."""
         return self._order.is_behind or not self._ledger.is_locked(batch)
 
-    def has_slots_for(self, ids: int) -> bool:
-        """Whether a plan of as many ids leaves no row without a slot, if it is the next one. The caller holds the locks
-        of plans and rows."""
+    def slots_left(self) -> int:
+        """For how many ids a plan leaves no row without a slot, if it is the next one; −1 if rows may be without one in
+        any case. The caller holds the locks of plans and rows."""
         if self.hot.slots == 0:
-            return True
+            return ANY_NUMBER
         _, locked, uncached = self._ledger.next_locks()
-        return not self._planner.may_lack_slots(ids, locked, uncached=uncached)
+        return -1 if uncached else self.hot.slots - locked
 
     def begun(self, ticket: DeviceTicket, recorded: BatchPlan | None) -> None:
         """The recorded plan of `ticket` was replayed, right behind. Where rows pass through the host, they come with
