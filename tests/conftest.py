@@ -12,6 +12,8 @@ from hypothesis import settings
 
 REPOSITORY = Path(__file__).parents[1]
 os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
+# torch's threads sleep while they wait for each other: else they spin on cores that other tests need
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
