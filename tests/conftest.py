@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -96,6 +98,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """For tests of what the collector finds: what modules hold, too."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Directory of the real logs (never part of the repository): TIEREDEMB_DATA, or `../shared/data`."""
@@ -117,6 +128,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("data")
         if "gpu" in fixtures or (hasattr(item, "callspec") and item.callspec.params.get("device") == "cuda"):
             item.add_marker("gpu")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes what is imported by now, which stays, out of the reach of the collector: conversions and tests go through
+    all objects some thousand times. The fixture `thawed` puts it back."""
+    if session.config.option.collectonly:
+        return
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # which the first of torch's optimizers would import
+    freeze(session.items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Takes what the tests of a file have left, such as imports and compiled kernels, out of its reach, too."""
+    if nextitem is not None and nextitem.path != item.path:
+        freeze([item])
+
+
+def freeze(items: list[pytest.Item]) -> None:
+    """Not where modules of other libraries are to be looked through, which may hold weights."""
+    if not any(item.path.parent.name == "clients" for item in items):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
