@@ -17,7 +17,8 @@ import pytest
 START = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")  # one process imports for all, which start in a moment then
 FORKED.set_forkserver_preload(["sharding.warmed"])
-TESTS = str(Path(__file__).parents[1])
+# on which a new process finds the tests, too
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
 
@@ -37,7 +38,7 @@ def ensure_server():
     """Starts the process that ranks are forks of. Python 3.11 does not tell it `sys.path`, and what it cannot import it
     leaves out, without a word."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         forkserver.ensure_running()
 
 
