@@ -42,6 +42,22 @@ def ensure_server():
         forkserver.ensure_running()
 
 
+@contextlib.contextmanager
+def forked(function, *args):
+    """A process that runs `function(*args, pipe)`, and the other end of the pipe; killed in the end, if it lives."""
+    ensure_server()
+    ours, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=function, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
 def serve(rank, size, meeting, pipe, device):
     """What a process of a world does: calls what it is sent, until nothing more comes."""
     import torch
