@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from hypothesis import settings
 
 REPOSITORY = Path(__file__).parents[1]
 os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
+# torch's threads sleep while they wait for each other: else they spin on cores that other tests need
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
@@ -94,6 +98,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """For tests of what the collector finds: what modules hold, too."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Directory of the real logs (never part of the repository): TIEREDEMB_DATA, or `../shared/data`."""
@@ -115,6 +128,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("data")
         if "gpu" in fixtures or (hasattr(item, "callspec") and item.callspec.params.get("device") == "cuda"):
             item.add_marker("gpu")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes what is imported by now, which stays, out of the reach of the collector: conversions and tests go through
+    all objects some thousand times. The fixture `thawed` puts it back."""
+    if session.config.option.collectonly:
+        return
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # which the first of torch's optimizers would import
+    freeze(session.items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Takes what the tests of a file have left, such as imports and compiled kernels, out of its reach, too."""
+    if nextitem is not None and nextitem.path != item.path:
+        freeze([item])
+
+
+def freeze(items: list[pytest.Item]) -> None:
+    """Not where modules of other libraries are to be looked through, which may hold weights."""
+    if not any(item.path.parent.name == "clients" for item in items):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

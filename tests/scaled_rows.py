@@ -1,8 +1,7 @@
 """A toy encoding of rows, float32 stored with a scale a row, of which the package knows nothing: the row's largest
 power of two is kept once, and its weights divided by it. That is exact, so all numbers must be those of float32 rows.
 
-As a script it trains such tables beside plain ones. It runs in a process of its own, whose compiled kernels are kept
-elsewhere: they are of no use to others.
+As a script it trains such tables beside plain ones, in a process of its own.
 """
 
 from __future__ import annotations

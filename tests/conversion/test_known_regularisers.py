@@ -10,6 +10,8 @@ from torch import nn
 
 import tieredemb as te
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 
 class RegularizationLoss(nn.Module):
     """torch-rechub's, as far as it is looked at."""

@@ -434,7 +434,7 @@ class Feature:
         self.embed = module
 
 
-def test_plain_attributes_lists_and_dicts_get_the_twin(device):
+def test_plain_attributes_lists_and_dicts_get_the_twin(device, thawed):
     class Listed(Model):
         def __init__(self):
             super().__init__()
@@ -475,7 +475,7 @@ def test_a_weak_proxy_of_the_model_is_left_alone():
     assert isinstance(model.emb["user"], TieredEmbeddingBag)
 
 
-def test_who_holds_an_old_weight_is_named():
+def test_who_holds_an_old_weight_is_named(thawed):
     model = Model()
     model.penalised = [("l2", [model.emb["user"].weight])]
     with pytest.warns(UserWarning, match=r"old weights of 'emb.user' live on, held by a Model.*weight_decay=2 \* l2"):
@@ -493,7 +493,7 @@ def test_who_holds_an_old_weight_is_named():
     KEPT.clear()
 
 
-def test_a_function_that_penalises_an_old_weight_is_named():
+def test_a_function_that_penalises_an_old_weight_is_named(thawed):
     model = Model().eval()
     weight = model.emb["user"].weight
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from forks import run
 from test_docs import blocks
 
 KILLS = """
-import os, tieredemb
+import os
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag as Bag
 forward, calls = Bag.forward, []
 def killed(self, *args):
@@ -31,16 +28,8 @@ def script(tmp_path):
     return tmp_path
 
 
-def run(where, *args):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *args], cwd=where, capture_output=True, text=True, timeout=120, check=False,
-        env=environment,
-    )  # fmt: skip
-
-
 def ended(where):
-    done = run(where, "train.py")
+    done = run((where / "train.py").read_text(), cwd=where)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -50,10 +39,10 @@ def results(where):
 
 
 def test_the_script_of_the_guide_goes_on_where_it_was(script, tmp_path):
-    assert run(script, "-c", KILLS.format(calls=25)).returncode == 9
+    assert run(KILLS.format(calls=25), cwd=script).returncode == 9
     assert ended(script) == "trained steps 20 to 60"
     before = results(script)
-    assert run(script, "-c", KILLS.format(calls=15)).returncode == 9
+    assert run(KILLS.format(calls=15), cwd=script).returncode == 9
     assert ended(script) == "trained steps 70 to 110"
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -68,6 +57,6 @@ def test_the_script_of_the_guide_refuses_layers_of_other_files(script):
     kept = (script / "dense.pt").read_bytes()
     assert ended(script) == "trained steps 40 to 80"
     (script / "dense.pt").write_bytes(kept)
-    done = run(script, "train.py")
+    done = run((script / "train.py").read_text(), cwd=script)
     assert done.returncode == 1
     assert "dense.pt and user.rows are of different runs" in done.stderr

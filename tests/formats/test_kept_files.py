@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -31,12 +33,28 @@ ARCHIVES = sorted(Path(__file__).parent.glob("*.tar.xz"))
 VERSIONS = [path.name.removesuffix(".tar.xz") for path in ARCHIVES]
 
 
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The files of an archive, unpacked once."""
+
+    def unpack(archive):
+        directory = tmp_path_factory.mktemp("unpacked")
+        with tarfile.open(archive) as packed:
+            packed.extractall(directory, filter="data")
+        return directory
+
+    return functools.cache(unpack)
+
+
 @pytest.fixture(params=ARCHIVES, ids=VERSIONS)
-def kept(request, tmp_path):
-    """A copy of the files of one version, which the test may change."""
-    with tarfile.open(request.param) as packed:
-        packed.extractall(tmp_path, filter="data")
-    return tmp_path
+def kept(request, unpacked, tmp_path):
+    """A copy of the files of one version, which the test may change: where it names a model, of that one."""
+    name = request.node.callspec.params.get("name")
+    others = {*ONE_PROCESS, "ranks"} - {name} if name else set()
+    if name in RANK_KINDS:
+        others.remove("ranks")
+    ignore = shutil.ignore_patterns(*others)
+    return shutil.copytree(unpacked(request.param), tmp_path, ignore=ignore, dirs_exist_ok=True)
 
 
 def expected_of(kept, name):

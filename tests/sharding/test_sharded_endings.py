@@ -8,37 +8,57 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
-import time
 
 import pytest
 import torch
+from sharding.worlds import PYTHONPATH
 
 import tieredemb as te
 
+WAYS = ("without close, on files", "destroyed", "an error", "destroyed and used")
 SCRIPT = """
+import os
 import sys
+import time
 import torch
 import torch.distributed as dist
+import sharding.warmed
 import tieredemb as te
 
-how = sys.argv[1]
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-storage = te.File(sys.argv[2]) if how == "without close, on files" else None
-tables = [te.TableConfig(name="a", num_embeddings=500, embedding_dim=4)]
-model = te.ShardedTieredEmbeddingBagCollection(tables, capacity=0.5, optimizer=te.Adagrad(lr=0.1), storage=storage)
-loader = [(torch.arange(6) + 10 * step, torch.arange(7)) for step in range(4)]
-for step, batch in enumerate(te.prefetch(loader, model)):
-    if step == 2 and rank == 1 and how == "an error":
-        raise ValueError("the user's own")
-    model(*batch).sum().backward()
-if how.startswith("destroyed"):
-    dist.destroy_process_group()
-    if how == "destroyed and used":
-        model.state_dict()
-    model.close()
-print(f"ended {rank}\\n", end="")
+
+def trains(how, rows):
+    store, rank, size = next(dist.rendezvous("env://"))  # of torchrun, for all ways
+    dist.init_process_group("gloo", store=dist.PrefixStore(how, store), rank=rank, world_size=size)
+    storage = te.File(rows) if how == "without close, on files" else None
+    tables = [te.TableConfig(name="a", num_embeddings=500, embedding_dim=4)]
+    model = te.ShardedTieredEmbeddingBagCollection(tables, capacity=0.5, optimizer=te.Adagrad(lr=0.1), storage=storage)
+    loader = [(torch.arange(6) + 10 * step, torch.arange(7)) for step in range(4)]
+    for step, batch in enumerate(te.prefetch(loader, model)):
+        if step == 2 and rank == 1 and how == "an error":
+            raise ValueError("the user's own")
+        model(*batch).sum().backward()
+    if how.startswith("destroyed"):
+        dist.destroy_process_group()
+        if how == "destroyed and used":
+            model.state_dict()
+        model.close()
+    print(f"ended {rank}")
+    return model
+
+
+where, *ways = sys.argv[1:]
+rank = int(os.environ["RANK"])
+for number, how in enumerate(ways):
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{where}/{number}-{rank}.{name}", os.O_WRONLY | os.O_CREAT), fd)
+        model = trains(how, f"{where}/rows")
+        break  # and it ends as any script does, the model in a variable
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(f"{where}/{number}-{rank}", "w") as file:
+        file.write(f"{code} {time.monotonic() - started}")
 """
 
 
@@ -65,27 +85,36 @@ def test_a_collection_that_is_gone_leaves_no_thread_of_its_group(worlds, closes)
         assert third == second
 
 
-def run(tmp_path, how):
-    """What torchrun and two processes said, and the seconds that it took."""
-    script, started = tmp_path / "script.py", time.monotonic()
-    script.write_text(textwrap.dedent(SCRIPT))
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Of each way the exit code, the output, the errors and the seconds of each rank: processes of torchrun import
+    once, and what ends are forks of them."""
+    where = tmp_path_factory.mktemp("endings")
+    (where / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--monitor-interval", "2"]  # torchrun ends the others so much later: they have said why by then
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
-        [*command, str(script), how, str(tmp_path / "rows")],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        [*command, where / "script.py", where, *WAYS],
+        capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert not re.search(r"terminate called|[Aa]borted|exitcode *: -(6|11)", said), said
-    return done, time.monotonic() - started
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for number, how in enumerate(WAYS):
+        paths = [where / f"{number}-{rank}" for rank in range(2)]
+        codes, seconds = zip(*(path.read_text().split() for path in paths), strict=True)
+        said = [[path.with_suffix(kind).read_text() for path in paths] for kind in (".out", ".err")]
+        found[how] = [int(code) for code in codes], *said, max(map(float, seconds))
+        assert not re.search(r"terminate called|[Aa]borted", "".join(said[0] + said[1])), said
+        assert min(found[how][0]) >= 0, found[how]  # no signal
+    return found
 
 
 @pytest.mark.parametrize("how", ["without close, on files", "destroyed"])
-def test_processes_end_well(tmp_path, how):
-    done, _ = run(tmp_path, how)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["ended 0", "ended 1"]
-    assert "Error" not in done.stderr
+def test_processes_end_well(ended, how):
+    codes, outputs, errors, _ = ended[how]
+    assert codes == [0, 0], errors
+    assert outputs == ["ended 0\n", "ended 1\n"]
+    assert "Error" not in "".join(errors)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +124,9 @@ def test_processes_end_well(tmp_path, how):
         ("destroyed and used", "PeerError: torch.distributed.destroy_process_group() came before this call"),
     ],
 )
-def test_errors_end_all_processes(tmp_path, how, said):
-    done, seconds = run(tmp_path, how)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert "ended" not in done.stdout
+def test_errors_end_all_processes(ended, how, said):
+    codes, outputs, errors, seconds = ended[how]
+    assert 0 not in codes
+    assert said in "".join(errors)
+    assert outputs == ["", ""]
     assert seconds < 90  # and not the half hour of torch's timeout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
 import re
 import subprocess
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of the installed package
 
@@ -18,6 +22,7 @@ from sharding.ranks import calls_of
 from sharding.worlds import World, on_cpu
 
 from examples.dlrm import trainer as training
+from examples.dlrm.__main__ import main
 from examples.dlrm.config import CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.embeddings import max_ids
 from examples.dlrm.model import TABLES, to_batch
@@ -33,6 +38,7 @@ SMALL = TrainConfig(
 )
 LOG = GeneratedLog(rows=1_240)  # 20 batches of 48 and one of 1 to train: some processes have no row of it
 TRAINED = 961
+SMALL_OPTIONS = ("--rows", "1240", "--rows-per-table", "300", "--quiet")
 FEW_POINTS = 5  # an epoch: a step that comes right behind the reading of counters is not captured
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # some steps of fp32 sums in another order
 
@@ -89,12 +95,23 @@ def check_same(found, expected):
             assert all(torch.equal(found[name][key], each) for key, each in value.items()), name
 
 
+@pytest.fixture(scope="module")
+def trained(worlds):
+    """What each of `size` processes has of a run, which is made once."""
+    return functools.cache(lambda size, prefetch=0: worlds(size).run(trains, config_of(prefetch)))
+
+
+@functools.cache
+def trained_alone():
+    return trains(0, 1, config_of())
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_processes_train_what_one_does(worlds, size, prefetch):
-    expected = trains(0, 1, config_of())
+def test_several_processes_train_what_one_does(trained, size, prefetch):
+    expected = trained_alone()
     assert len(expected["losses"]) == 21
-    answers = worlds(size).run(trains, config_of(prefetch))
+    answers = trained(size, prefetch)
     check_close(answers[0], expected)
     for other in answers[1:]:
         for name in ("losses", "labels", "probabilities", "lookups", "dense"):
@@ -102,8 +119,8 @@ def test_several_processes_train_what_one_does(worlds, size, prefetch):
 
 
 @pytest.mark.parametrize(("first", "later"), [(2, 1), (2, 2), (2, 3), (3, 3)])
-def test_a_run_that_ended_goes_on_in_any_number_of_processes(worlds, tmp_path, first, later):
-    whole = worlds(first).run(trains, config_of())[0]
+def test_a_run_that_ended_goes_on_in_any_number_of_processes(worlds, trained, tmp_path, first, later):
+    whole = trained(first)[0]
     saving = CheckpointConfig(directory=tmp_path / "run", every=8)
     assert worlds(first).run(trains, config_of(), saving, 11) == [None] * first
     found = worlds(later).run(trains, config_of(), replace(saving, resume=True))[0]
@@ -151,7 +168,7 @@ def test_several_gpus_train_what_one_does(gpus, prefetch, graph, monkeypatch):
 def run_torchrun(*options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*command, "-m", "examples.dlrm", "train", "--rows", "1240", "--rows-per-table", "300", "--quiet", *options],
+        [*command, "-m", "examples.dlrm", "train", *SMALL_OPTIONS, *options],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -189,7 +206,18 @@ def test_captured_steps_of_several_processes_have_room_for_their_ids(size, batch
     assert max_ids(replace(config, graph=False), Processes(0, size)) is None
 
 
-def test_what_several_processes_cannot_do_is_said():
-    done = run_torchrun("--reference", "--device", "cpu")
-    assert done.returncode != 0
-    assert "error: the reference trains in one process; start it without torchrun" in done.stderr
+def trains_the_reference(rank, size):
+    """The exit status of the command, and what it says, in a process that torchrun would have started like this."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        for name, value in (("TORCHELASTIC_RUN_ID", 1), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size)):
+            patch.setenv(name, str(value))
+        patch.setattr(dist, "init_process_group", lambda backend: None)  # as the world has done
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        return main(["train", *SMALL_OPTIONS, "--reference", "--device", "cpu"]), said.getvalue()
+
+
+def test_what_several_processes_cannot_do_is_said(worlds):
+    for status, said in worlds(2).run(trains_the_reference):
+        assert status == 1
+        assert said == "error: the reference trains in one process; start it without torchrun\n"

@@ -9,10 +9,16 @@ import os
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
 
 START = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")  # one process imports for all, which start in a moment then
-FORKED.set_forkserver_preload(["sharding.ranks", "tieredemb.cache.host.cache", "numba.np.arraymath"])
+FORKED.set_forkserver_preload(["sharding.warmed"])
+# on which a new process finds the tests, too
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
 
@@ -26,6 +32,30 @@ def on_cpu(value):
     if isinstance(value, dict):
         return {name: on_cpu(part) for name, part in value.items()}
     return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def ensure_server():
+    """Starts the process that ranks are forks of. Python 3.11 does not tell it `sys.path`, and what it cannot import it
+    leaves out, without a word."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def forked(function, *args):
+    """A process that runs `function(*args, pipe)`, and the other end of the pipe; killed in the end, if it lives."""
+    ensure_server()
+    ours, theirs = FORKED.Pipe()
+    process = FORKED.Process(target=function, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
 
 
 def serve(rank, size, meeting, pipe, device):
@@ -60,6 +90,8 @@ class World:
 
     def __init__(self, size, device="cpu", wait_s=None):
         start = FORKED if device == "cpu" else START  # CUDA takes no fork
+        if start is FORKED:
+            ensure_server()
         self.size, self.device = size, device
         self.wait_s, self.is_lost = wait_s or ANSWER_S * WAIT_S[device], False
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")

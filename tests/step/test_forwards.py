@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tieredemb.errors import BackwardError
-from tieredemb.step.autograd_node import LOOKUP, Calls
 from tieredemb.step.forwards import Forwards
+from tieredemb.step.program import LOOKUP, Calls
 
 FORWARDS, SAMPLES, WIDTH = 4, 2, 3
 

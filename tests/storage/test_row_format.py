@@ -95,10 +95,7 @@ def test_rows_without_cuda_kernels_are_refused_on_a_gpu():
 def test_rows_of_an_encoding_from_outside_train_like_plain_ones(tmp_path):
     """One file, and it is no file of the package."""
     tests = Path(__file__).parents[1]
-    environment = os.environ | {
-        "NUMBA_CACHE_DIR": str(tmp_path / "kernels"),
-        "PYTHONPATH": os.pathsep.join([str(tests), str(PACKAGE.parent)]),
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(PACKAGE.parent)])}
     script = [sys.executable, str(tests / "scaled_rows.py"), str(tmp_path)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ import weakref
 import pytest
 import torch
 from devices import equal, randint
+from sharding.worlds import forked
 from torch import nn
 
 import tieredemb as te
@@ -330,17 +331,6 @@ def test_file_of_a_living_process_is_refused_and_of_a_killed_one_is_unclean(tmp_
     make(storage=te.File(path)).close()
 
 
-SAVING = """
-    import sys
-    from test_saving import SavedRun
-    run = SavedRun(sys.argv[1])
-    while True:
-        run.step()
-        run.save()
-        print(run.steps, flush=True)
-"""
-
-
 class SavedRun:
     """A training run over two key spaces that can be saved and resumed."""
 
@@ -367,13 +357,22 @@ class SavedRun:
         return [*self.model.state_dict().values(), *self.model.fused_optimizer.state_dict()["state"][1].values()]
 
 
+def saves_for_ever(directory, pipe):
+    torch.set_num_threads(2)
+    run = SavedRun(directory)
+    while True:
+        run.step()
+        run.save()
+        pipe.send(run.steps)
+
+
 @pytest.mark.parametrize("saves", [1, 2, 5])
 def test_killed_at_any_moment_the_last_complete_checkpoint_loads_bit_for_bit(tmp_path, saves):
-    process = run(SAVING, str(tmp_path), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    said = [int(process.stdout.readline()) for _ in range(saves)][-1]
-    time.sleep(0.0137 * saves)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with forked(saves_for_ever, tmp_path) as (process, pipe):
+        said = [pipe.recv() for _ in range(saves)][-1]
+        time.sleep(0.0137 * saves)
+        process.kill()
+        process.join()
     resumed = SavedRun(tmp_path)
     resumed.resume()
     assert resumed.steps >= said

@@ -27,10 +27,10 @@ from tieredemb.modules.forwards import LISTENERS, notify_listeners
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step import data_parallel as data_parallel  # listens for it
-from tieredemb.step.backward_pass import inside_backward
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.program import inside_backward
 from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer

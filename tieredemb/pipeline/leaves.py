@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.step.autograd_node import BACKWARDS
+from tieredemb.step.program import BACKWARDS
 
 _STREAM = "tieredemb.stream"  # where a node's metadata, which live as long as it, say on which stream it runs
 DEFAULT_STREAM = 0  # its handle, on every device

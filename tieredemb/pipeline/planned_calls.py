@@ -27,8 +27,8 @@ from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, plan_at_once
-from tieredemb.step.backward_pass import inside_backward
 from tieredemb.step.planned_forwards import PlannedForwards, identity
+from tieredemb.step.program import inside_backward
 
 # calls that did not look up what was planned for them, or as the one before: then nothing is planned any more
 MOST_MISPREDICTIONS = 3

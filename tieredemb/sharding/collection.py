@@ -49,10 +49,10 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
-from tieredemb.step.backward_pass import BackwardPass, inside_backward
 from tieredemb.step.batch import Batch
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.program import BackwardPass, inside_backward
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, table_set_config
 from tieredemb.tables.fused_optimizer import FusedOptimizer

@@ -22,9 +22,8 @@ from tieredemb.sharding.header import NO_COURSE, Course, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
-from tieredemb.step.backward_pass import BackwardPass, in_forward_order
 from tieredemb.step.batch import Batch
-from tieredemb.step.program import Call
+from tieredemb.step.program import BackwardPass, Call, in_forward_order
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:

@@ -26,10 +26,9 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
-from tieredemb.step.autograd_node import look_up
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import Call
+from tieredemb.step.program import Call, look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.step.autograd_node import Calls
-from tieredemb.step.backward_pass import Collected
 from tieredemb.step.gradient_rows import GradientRows
-from tieredemb.step.program import Call
+from tieredemb.step.program import Call, Calls, Collected
 from tieredemb.step.table_gradient import TableGradient, of_rows
 from tieredemb.step.table_tensor import TableTensor
 from tieredemb.step.whole_gradient import WholeUse, rows_of

@@ -16,10 +16,9 @@ from tieredemb.kernels.streams import on_device, side_by_side
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
-from tieredemb.step.backward_pass import Collected, in_forward_order
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forwards, by_call, take_one_step
-from tieredemb.step.program import Call, CallContext
+from tieredemb.step.program import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.recorded_updates import ALIGNMENT, replay_update
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer

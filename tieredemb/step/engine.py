@@ -20,15 +20,23 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.autograd_node import look_up
-from tieredemb.step.backward_pass import BackwardPass, Collected, in_forward_order, inside_backward
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.forwards import LAGGING, catch_up_lagging
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import NUMBERS, Call, CallContext, release_all
+from tieredemb.step.program import (
+    NUMBERS,
+    BackwardPass,
+    Call,
+    CallContext,
+    Collected,
+    in_forward_order,
+    inside_backward,
+    look_up,
+    release_all,
+)
 from tieredemb.step.table_parameter import TableParameter, bind_all
 from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
 from tieredemb.tables.division import share_capacity

@@ -33,9 +33,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tieredemb.step.autograd_node import LOOKUP, Calls
-from tieredemb.step.backward_pass import BackwardPass, Collected
-from tieredemb.step.program import NUMBERS, Call, CallContext, Shareable
+from tieredemb.step.program import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Calls, Collected, Shareable
 from tieredemb.tables.pool import Member, Pool, Selection
 
 if TYPE_CHECKING:

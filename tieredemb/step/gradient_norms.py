@@ -15,7 +15,7 @@ import torch
 
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.exact_sum import add_exactly, new_sums, rounded
-from tieredemb.step.backward_pass import Collected, in_forward_order
+from tieredemb.step.program import Collected, in_forward_order
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 

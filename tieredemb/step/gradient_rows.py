@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import on_device
-from tieredemb.step.backward_pass import Collected, in_forward_order
+from tieredemb.step.program import Collected, in_forward_order
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 

@@ -30,10 +30,9 @@ from tieredemb.lookup.history import CopiedRows, DenseStep, History
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, put_back, update
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.backward_pass import Collected
 from tieredemb.step.batch import Batch
 from tieredemb.step.forwards import Forward, Forwards, by_call, take_one_step
-from tieredemb.step.program import Call, CallContext, StackRows
+from tieredemb.step.program import Call, CallContext, Collected, StackRows
 from tieredemb.step.reading import read
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import Group, HostGroup

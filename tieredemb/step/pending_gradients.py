@@ -31,11 +31,10 @@ import torch
 from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
-from tieredemb.step.backward_pass import Collected, in_forward_order
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
-from tieredemb.step.program import Call
+from tieredemb.step.program import Call, Collected, in_forward_order
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
 from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
 from tieredemb.step.whole_table import Rows

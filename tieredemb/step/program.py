@@ -5,8 +5,8 @@
                                             rows and scores                 which locks the rows
     start       Call.start                  homes, rows, steps taken        rows at the current step; rows in max_norm
     lookup      Call.pool                   homes, rows, edges              the output
-    backward    autograd_node               gradient of the output          the calls that this backward pass collects;
-                                                                            the gradient of per-sample weights
+    backward    LookupFunction,             gradient of the output          the calls that this backward pass collects;
+                BackwardPass                                                the gradient of per-sample weights
     update      host_call.apply,            segments of homes, gradients    rows, optimizer state, dirty bits, steps
                 device_update.apply                                         taken
     release     Call.release                                                the ticket: its rows may leave their slots
@@ -63,17 +63,20 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import BackwardError
+from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.backward_pass import BackwardPass, Collected, CollectedCalls
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.batch_form import BatchForm, BatchForms
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -83,6 +86,9 @@ if TYPE_CHECKING:
     from tieredemb.kernels.spread import RowSpread
 
 NUMBERS = itertools.count()  # forward order of calls
+BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
+# calls, and the gradients of their outputs, float32 (B, ΣD); beside them uses of whole tables, and their terms
+Collected = list[tuple[Any, Any]]
 
 
 class StackRows(NamedTuple):
@@ -333,3 +339,199 @@ def release_all(calls: Sequence[Any]) -> None:
             of.setdefault(call.forwards, []).append(call)
     for forwards, those in of.items():
         forwards.release_those(those)
+
+
+# --- backward: the autograd node of lookups, of which tables are no inputs --------------------------------------------
+
+
+class Calls(dict[int, Any]):
+    """Those of a node, by the numbers of their outputs. The node alone keeps them."""
+
+
+class LookupFunction(torch.autograd.Function):
+    """Autograd node of calls that are looked up as one, with an output of each: one call of Python for all of them,
+    forward and backward. Tables are no inputs; `hook` (float32 (0,)) asks for the gradient in their place. `weights`:
+    of the samples, of one call alone · `calls`: by the numbers of their outputs; they may come while `outputs` makes
+    these, or later, but before a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hook: torch.Tensor,
+        weights: torch.Tensor | None,
+        calls: Calls,
+        outputs: Callable[[], Sequence[torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # no gradient for outputs that nobody has used
+        ctx.calls = calls
+        found = tuple(outputs())
+        ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
+        if not ctx.needs_input_grad[0]:
+            release_all([*calls.values()])  # the gradient of weights needs the rows of the forward, which calls keep
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
+        if is_compiling() or callback() is not None:
+            return _backward_untraced(ctx, *grads)
+        # a backward that builds no graph of itself is spared what refuses to differentiate it
+        return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
+
+
+def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], Call]) -> torch.Tensor:
+    """The output of a call that is made inside of its node."""
+    calls = Calls()
+
+    def outputs() -> list[torch.Tensor]:
+        call = calls[0] = make()
+        call.keeps_rows = weights is not None and weights.requires_grad
+        return [call.pool(weights, differentiable=True)]
+
+    return LOOKUP(hook, weights, calls, outputs)[0]
+
+
+def check_backward(call: Call) -> None:
+    """Raises `BackwardError` where a gradient of the call's output cannot be applied any more, or by nobody."""
+    if call.consumed:
+        raise BackwardError(
+            "this forward has been backpropagated already, and its update applied to the rows in place; "
+            "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
+        )
+    call.context.check_trainable()
+
+
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
+    """Collects the gradients of calls' outputs for the update, and computes that of weights."""
+    for listener in tuple(BACKWARDS):
+        listener()
+    calls, (of_rows, of_weights, *_) = ctx.calls, ctx.needs_input_grad
+    # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the tables'
+    requested = next(iter(calls.values())).requested if calls else None
+    trains = requested is None and of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    collected = [(calls[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None]
+    if len(grads) == 1 and collected:  # an update puts several together
+        collected = [(collected[0][0], collected[0][1].contiguous())]
+    if trains or requested is not None:
+        for call, _ in collected:
+            optimizer = call.context.updater.optimizer
+            if call.consumed or optimizer is None or not optimizer.is_there:
+                check_backward(call)
+    weights_grad = None
+    if of_weights and collected:
+        ((call, grad),), (shape, dtype) = collected, ctx.weights_like
+        weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
+    if requested is not None:
+        requested += collected
+    elif trains and collected:
+        collected[0][0].context.backward_pass.add(*collected)
+        for call, _ in collected:
+            call.consumed = True
+    return None, weights_grad, None, None
+
+
+_backward_once = once_differentiable(_backward)
+_backward_untraced = untraced(_backward_once)
+
+
+# `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
+LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply  # type: ignore[misc]
+
+
+# --- backward: what one pass reaches, applied at its end --------------------------------------------------------------
+
+
+def in_forward_order(collected: Collected) -> Collected:
+    """Calls, and uses of whole tables, in the order of their forwards."""
+    if len(collected) < 2:
+        return collected
+    numbers = [call.number for call, _ in collected]
+    if numbers == sorted(numbers):
+        return collected
+    return [collected[at] for at in sorted(range(len(numbers)), key=numbers.__getitem__)]
+
+
+def inside_backward() -> bool:
+    """Whether an autograd backward pass runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _backward_depth() -> int:
+    """Backward passes that this thread's Python frames are inside of."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+class BackwardPass:
+    """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
+
+    Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so it is queued
+    before that begins: by the forward that is recomputed first, on the same thread, whose call then belongs to the
+    outer pass. Backward passes of several threads are kept apart, also where one thread of autograd's serves the GPU
+    nodes of all: there a forward is recomputed inside another pass only if Python is still inside that one.
+    """
+
+    def __init__(self) -> None:
+        self._of_task: weakref.WeakValueDictionary[int, CollectedCalls] = weakref.WeakValueDictionary()
+        self._of_thread: weakref.WeakValueDictionary[int, CollectedCalls] = weakref.WeakValueDictionary()
+
+    def touch(self) -> weakref.ref[CollectedCalls]:
+        """To be called by every forward inside a backward pass; returns what the pass that recomputes it collects."""
+        task, thread = torch._C._current_graph_task_id(), threading.get_ident()
+        collected = self._of_task.get(task)
+        if collected is None or collected.finished:
+            depth, around = _backward_depth(), self._of_thread.get(thread)
+            if around is not None and not around.finished and depth > around.depth:
+                collected = around
+                self._of_task[task] = around
+            else:
+                collected = self._begin(task, depth)
+        self._of_thread[thread] = collected
+        return weakref.ref(collected)
+
+    def add(self, *gradients: tuple[Any, Any]) -> None:
+        """Calls and the gradients of their outputs, or uses of whole tables and their terms, as they are reached.
+        Several are of one forward pass."""
+        within = gradients[0][0].within
+        collected = None if within is None else within()
+        if collected is None or collected.finished:
+            task = torch._C._current_graph_task_id()
+            collected = self._of_task.get(task)
+            if collected is None or collected.finished:
+                collected = self._begin(task, _backward_depth())
+        collected.calls.extend(gradients)
+
+    def _begin(self, task: int, depth: int) -> CollectedCalls:
+        collected = CollectedCalls(depth)
+        torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        self._of_task[task] = collected
+        return collected
+
+
+class CollectedCalls:
+    """The calls of one backward pass, and the callback that hands them over to be applied and released. Autograd alone
+    holds it, and drops it with a backward that failed: its calls then update nothing, and their tickets are
+    released."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth  # of backward passes around it on its thread
+        self.calls: Collected = []
+        self.finished = False
+
+    def __call__(self) -> None:
+        if is_compiling() or callback() is not None:
+            _apply_untraced(self)
+        else:
+            _apply(self)
+
+
+def _apply(collected: CollectedCalls) -> None:
+    collected.finished = True
+    calls, collected.calls = collected.calls, []
+    if calls:
+        calls[0][0].context.apply(calls if len(calls) == 1 else in_forward_order(calls))
+
+
+_apply_untraced = untraced(_apply)

@@ -16,9 +16,8 @@ import torch
 
 from tieredemb.errors import BackwardError
 from tieredemb.lookup.bags import MAX_BAGS
-from tieredemb.step.backward_pass import Collected
 from tieredemb.step.gradient_rows import GradientRows, RowSums, rows_of_calls
-from tieredemb.step.program import CallContext
+from tieredemb.step.program import CallContext, Collected
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.tracing import untraced
-from tieredemb.step.autograd_node import BACKWARDS
+from tieredemb.step.program import BACKWARDS
 from tieredemb.step.whole_gradient import (
     DenseTerm,
     NormTerm,
