@@ -12,7 +12,7 @@ from benchmarks.cuda_timing import ROUNDS, WARM_UP, timed, zeros
 from benchmarks.record import Record, at_least, at_most, measured
 from benchmarks.timing import Quantiles
 from tieredemb.cache.device.moves import MOVE_BLOCKS, MOVE_THREADS, SWAP_BLOCKS
-from tieredemb.cache.device.plan import places
+from tieredemb.cache.device.plan import field_offsets
 from tieredemb.kernels.compiler import Kernel, options
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.unified import UnifiedMemory
@@ -40,7 +40,7 @@ class Swap:
         self.hot, self.state = torch.randn(SLOTS, WIDTH, device="cuda"), zeros(SLOTS, 1) + 5
         self.score, self.dirty = zeros(SLOTS) + 7, zeros(SLOTS, dtype=torch.uint8)
         self.scores = zeros(MOVED) + 7
-        self.moving = zeros(places().moving_bytes // 4)
+        self.moving = zeros(field_offsets().moving_bytes // 4)
         self.moved = zeros(4, dtype=torch.int64)
         self.untouched = zeros(MOVED, dtype=torch.uint8)
         self._kernel = Kernel(
