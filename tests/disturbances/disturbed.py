@@ -27,7 +27,7 @@ LOAD_CONST = dis.opmap["LOAD_CONST"]
 SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP")}  # of what a block returns
 # of `try:`, which at the beginning of a `with` block is not inside of it yet; of `pass` at the end of an `except`
 BESIDE = {dis.opmap["NOP"], dis.opmap["POP_EXCEPT"]}
-FINALISERS = ("__del__", "when_left.<locals>.left")  # the latter is what a weak reference calls
+FINALISERS = ("__del__",)
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
