@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MEMORY_SAMPLE, FILE_SAMPLE = 1 << 18, 1 << 14  # rows of a key space whose scores are read; of a file each is a page
+MEMORY_SAMPLE, FILE_SAMPLE = 1 << 16, 1 << 14  # rows of a key space whose scores are read; of a file each is a page
 TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so many
 MOST_RANGES = 1 << 12  # of used rows of a file, that are looked at
 
