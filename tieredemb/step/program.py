@@ -16,17 +16,20 @@ A plan has phases of its own, which are the cache's (find, place, publish, move)
 way a batch goes.
 
 **Who runs them.** `Engine.lookup` is what a module's forward calls.
-    - A forward without gradient over memory of the CPU needs none of this: `Call.read` (`reading.py`) returns its
-      output. Else the forward takes the plan that was made for its very tensors, or plans now; then it starts and looks
-      up. Without gradient it is released after that.
+    - A forward without gradient over memory of the CPU mostly needs none of this: `Call.read` (`reading.py`) returns
+      its output, or None where it needs a plan. Else the forward takes the plan that was made for its very tensors, or
+      plans now; then it starts and looks up. Where no row is to be trained it is released after that.
     - A forward that is known before it comes is planned by `Engine.plan_ahead`; several, of tables that share caches,
       are planned as one by `pipeline.plan_groups` (`Forwards`). Whoever takes such a plan has it completed.
-    - A plan ahead that has failed raises nothing: its forward plans anew, and finds out why.
+    - A plan ahead that has failed raises nothing, unless its cache cannot be used any more: its forward plans anew, and
+      finds out why.
     - A forward inside of a backward pass is a recomputation (activation checkpointing): its plan scores nothing, and
-      its gradient goes to that pass.
-    - The calls that a backward pass has collected are updated together, in the order of their forwards, as a dense
-      gradient would be: when the outermost pass ends; at the end of `accumulate()`; or in the step of a torch optimizer
-      that the tables follow. Then they are released.
+      its gradient goes to the outermost pass.
+    - `CallContext.apply` is given the calls that a backward pass has collected, in the order of their forwards. They
+      are updated together, as a dense gradient would be: at once, when the outermost pass has ended; at the end of
+      `accumulate()`; or in the step of a torch optimizer that the tables follow. Then they are released; before, where
+      a gradient has become rows of its own (`host_row_update`, `device_row_update`). A backward that fails updates
+      nothing, and its calls are released.
 
 **On which thread or stream.**
     - CPU: a phase is done when its method returns. Plans ahead run one after another on one thread of the loop; who
@@ -34,28 +37,32 @@ way a batch goes.
     - GPU, rows reached by kernels: phases launch on the current stream, and the host waits for nothing, but with
       check_ids="always". Plans ahead are launched on one stream beside. Whatever first uses the rows of such a plan has
       its stream wait for the event `ticket.ready`. Within a plan, publishing and the sort for the update run on a side
-      stream beside the rows that move. In a graph the sort runs beside the lookup, too, which joins it at its end
-      (`ticket.side_done`).
+      stream beside the rows that move. Where plan and lookup are in one graph, the sort runs beside the lookup, too,
+      which joins it at its end (`ticket.side_done`).
     - GPU, rows that pass through the host (`File`, `Pmem`): a plan that is needed now waits for the report of what is
-      missed, reads storage and sends the rows. Of a plan ahead this is left for `complete`, on the submitting thread,
-      or on a worker where it takes long.
-    - Updates run on the stream and thread of the backward, or of the optimizer's step.
+      missed, reads storage and sends the rows. Of a plan ahead copy threads read storage once the report has come, and
+      `complete` sends the rows: with the next plan, or for who takes it. Where that takes long, a worker thread makes
+      the whole plan.
+    - Updates run on the thread of autograd that ends the backward, or on that of the optimizer's step or of
+      `accumulate()`, and on its stream.
 
 **How a GPU launches them.**
     - Launched: kernel by kernel.
     - Recorded (`recorded_plans`, `recorded_updates`): what comes the third time in the same form is captured as a small
       graph, and replayed from then on. Made now, plan and lookup are one graph: `plan` replays it, and `pool` hands out
-      the output. Made ahead, or over storage that the host reads, the lookup has a graph of its own, which `pool`
-      replays. An update has one, too. For each plan the host makes tickets, and counts a batch.
+      the output. With maxima, `max_norm`, a dense optimizer, rows below bags or weights of samples the lookup is
+      launched. Made ahead, or over storage that the host reads, it has a graph of its own, which `pool` replays. An
+      update has one, too. For each plan the host makes tickets, and counts a batch. Recomputations are launched.
     - Captured (`pipeline.ring`): `graph_step` runs a few steps as they are, and then captures a whole step: the methods
       above run while the stream is captured, and launch into the graph. A step that goes ahead captures three graphs,
       each of which computes one batch, moves the rows of the next, and plans the one after that. A replay launches the
-      graph and runs none of these methods. The host copies the batch into the graph's buffers, raises what earlier
-      batches have reported, sends learning rates, and enters into the ledger the batches that the replay leaves in
-      flight.
+      graph: it plans, looks up and updates by none of these methods. The host copies the batch that the graph plans
+      into its buffers, raises what earlier batches have reported, sends learning rates, enters into the books the
+      batches that the replay leaves in flight, and releases the one that it has computed.
 
 **What is wrong with ids or offsets.** A CPU raises in `plan`, before anything changes. On a GPU a flag is set: a bad id
-reads zeros, the batch updates no row, and a later call raises.
+reads zeros, after bad offsets nothing is read, the batch updates no row, and a later forward or whole-cache call
+raises. A batch that is too large raises in `plan`, and so does a bad id with check_ids="always".
 """
 
 from __future__ import annotations
