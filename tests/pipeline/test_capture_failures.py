@@ -563,6 +563,22 @@ def test_an_optimizer_that_cannot_be_captured_is_named_before_the_capture(gpu, k
     assert_same_bits(run.numbers(), twin.numbers())
 
 
+def test_a_step_is_captured_once_its_optimizer_can_be(gpu):
+    """Though the one that could not be is alive, as where a scheduler has it."""
+    run = Run()
+    refused = run.dense = torch.optim.Adam([run.scale], lr=0.01)
+    train = te.graph_step(run.step)
+    for ids in [each.cuda() for each in IDS[:14]]:
+        try:
+            train(ids)
+        except UnsupportedError:
+            run.dense = torch.optim.Adam([run.scale], lr=0.01, capturable=True)
+            train(ids)
+    assert refused is not run.dense
+    assert train.summary().captured == 1
+    assert train.summary().replayed >= 5
+
+
 # --- on any device ----------------------------------------------------------------------------------------------------
 
 

@@ -664,6 +664,11 @@ def test_a_batch_of_many_tensors_is_copied_or_refused(device):
     same = Buffers([given[0]] * 5, forwards)
     same.load([given[1]] * 5)
     assert equal(same.batch[4], given[1])
+    assert (same.has_form_of([given[1]] * 5), same.has_form_of(given), own.has_form_of([given[1]] * 5)) == (
+        True,
+        False,
+        True,
+    )
     with pytest.raises(InvalidInputError, match="was one tensor with another place"):
         same.load(given)
 

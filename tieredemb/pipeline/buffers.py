@@ -67,10 +67,16 @@ class Buffers:
         return True
 
     def has_form_of(self, batch: Any) -> bool:
-        """Whether `batch` has tensors of the same dtypes at the same places, of whatever shapes."""
-        tensors = dict(tensors_of(batch))
-        same = (tensor.dtype is self._buffer[path].dtype for path, tensor in tensors.items() if path in self._buffer)
-        return list(tensors) == self._paths and all(same)
+        """Whether `batch` has tensors of the same dtypes at the same places, of whatever shapes. Where one tensor was
+        at several places it has to be one there, too."""
+        tensors, shared = dict(tensors_of(batch)), dict[int, torch.Tensor]()
+        if list(tensors) != self._paths:
+            return False
+        for path, tensor in tensors.items():
+            buffer = self._buffer[path]
+            if tensor.dtype is not buffer.dtype or shared.setdefault(id(buffer), tensor) is not tensor:
+                return False
+        return True
 
     def larger_for(self, batch: Any) -> Buffers | None:
         """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come; None

@@ -137,7 +137,10 @@ class StepFunction(Generic[R]):
 
     @contextlib.contextmanager
     def _observe_optimizers(self) -> Iterator[None]:
+        """Those of the last eager run are known: a step may have others than once before."""
         thread = threading.get_ident()
+        if not torch.cuda.is_current_stream_capturing():
+            self._optimizers.clear()
 
         def observe(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() == thread:

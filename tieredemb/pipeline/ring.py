@@ -62,7 +62,7 @@ from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlannedGroup, drop_all
 from tieredemb.pipeline.summary import IN_FLIGHT, NOTHING_AHEAD, OTHER_PLANS, OTHER_RANK, WARM_UP, StepSummary
-from tieredemb.pipeline.uncapturable import explain
+from tieredemb.pipeline.uncapturable import NotCapturableError, explain
 from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
@@ -114,19 +114,18 @@ class Ring(Generic[R]):
                     way, known = self._agree(agreement, batch, following)
                 arenas = self._arenas
                 unplanned = self._advance(way, named) if self.reach else arenas
-                if way & REPLAYS:
-                    self._summary.replayed += 1
-                elif way & CAPTURES:
-                    self._summary.captured += 1
-                else:
-                    self._summary.eager[self._why_eager(way)] += 1
                 if way & (REPLAYS | CAPTURES):
                     result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, named)
                     if agreement is not None:
                         arenas[-1].ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         arenas[-1].ran.record()
+                    self._summary.replayed += bool(way & REPLAYS)
+                    self._summary.captured += not way & REPLAYS
                     return result
-            return self._eagerly(arenas, unplanned, named)
+            why = self._why_eager(way)
+            result = self._eagerly(arenas, unplanned, named)
+            self._summary.eager[why] += 1
+            return result
 
     def drop_plans(self) -> None:
         """Drops the plans of the batches of the next calls."""
@@ -187,9 +186,9 @@ class Ring(Generic[R]):
             return OTHER_RANK
         if self.reach and not (way & PLANNED and way & NEXT_PLANNED and way & LAST_LOADED):
             return NOTHING_AHEAD
-        if not self._was_fresh:
-            return IN_FLIGHT
-        return WARM_UP if self._left > 0 else OTHER_PLANS
+        if self._left > 0:
+            return WARM_UP
+        return OTHER_PLANS if self._was_fresh else IN_FLIGHT
 
     def _load_ahead(self, batch: Any, following: Sequence[Any]) -> tuple[int, list[PlannedCall], bool]:
         """Loads a batch and those `following`, but what is planned. Returns what there is, the plans of the batch and
@@ -302,9 +301,9 @@ class Ring(Generic[R]):
             self._last = None
             with step.on_buffers():
                 return self._compute(computing)
-        self._left -= unplanned == [arenas[-1]]  # a step of the form that is captured
         with step.on_buffers():
             result = step.beside(lambda: self._plan_and_compute(computing, unplanned, named))
+        self._left -= unplanned == [arenas[-1]]  # a step of the form that is captured
         self._leave()
         return result
 
@@ -431,6 +430,8 @@ class Ring(Generic[R]):
                 call.mark_arrived()  # nothing of it has run
             step.after_capture()
             self.drop_plans()
+            if isinstance(error, NotCapturableError):  # the next call shows whether others have taken its place
+                self._left = 1
             self._explain(error)
             raise
         if planned or not self.reach:  # else another thread has dropped them

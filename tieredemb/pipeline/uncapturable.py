@@ -53,18 +53,26 @@ REASONS = {
 }  # fmt: skip
 
 
+class NotCapturableError(UnsupportedError):
+    """A step calls a torch optimizer that no CUDA graph can hold as it was built."""
+
+
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises `UnsupportedError`, before anything is captured, for an optimizer of a step that torch refuses to capture
-    as it was built. Its option is the user's to pass: the numbers are rounded otherwise then."""
-    for optimizer in optimizers:
-        groups = [number for number, group in enumerate(optimizer.param_groups) if not group.get("capturable", True)]
+    """Raises `NotCapturableError`, before anything is captured, for an optimizer of a step that torch refuses to
+    capture as it was built. Its option is the user's to pass: the numbers are rounded otherwise then."""
+    # by name, as a traceback that is kept would keep an optimizer alive
+    for name, groups in [(type(each).__name__, _not_capturable(each)) for each in optimizers]:
         if groups:
-            name = type(optimizer).__name__
-            raise UnsupportedError(
+            raise NotCapturableError(
                 f"the step calls step() of {name}, which no CUDA graph can hold as it was built: param groups {groups} "
                 f"have capturable=False. Pass capturable=True, as in {name}(…, capturable=True), before its first "
                 f"step: torch then keeps step counts on the GPU, and rounds a little differently"
             )
+
+
+def _not_capturable(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The numbers of its param groups that torch refuses to capture."""
+    return [number for number, group in enumerate(optimizer.param_groups) if not group.get("capturable", True)]
 
 
 def explain(error: BaseException) -> None:

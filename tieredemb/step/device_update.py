@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -78,21 +78,21 @@ def _update(collected: Collected) -> None:
     context = collected[0][0].context
     tables, calls, grads = context.tables, _device_calls(collected), [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
-    with on_device(tables.config.device):
-        scaling, stays = _scaling([collected], grads)
-    faults, updates = _faults(calls), list[_Update]()
-    for g, group in enumerate(tables.groups):
-        parts = [call.parts[g] for call in calls]
+    with tables.placed.now.rows.held(), on_device(tables.config.device):
+        scaling, stays = _scaling([collected], grads)  # notes what is skipped, for which other threads wait
+        faults, updates = _faults(calls), list[_Update]()
+        for g, group in enumerate(tables.groups):
+            parts = [call.parts[g] for call in calls]
 
-        def combined(
-            grads: Sequence[torch.Tensor], parts: Sequence[DeviceGroupCall] = parts
-        ) -> tuple[Combined, torch.Tensor | None]:
-            return Combined(parts, grads), None
+            def combined(
+                grads: Sequence[torch.Tensor], parts: Sequence[DeviceGroupCall] = parts
+            ) -> tuple[Combined, torch.Tensor | None]:
+                return Combined(parts, grads), None
 
-        # recorded is what comes step after step, which is one call
-        recurs = stays and len(calls) == 1
-        updates.append(_Update(cast("DeviceGroup", group), faults, parts, [context], scaling, recurs, combined))
-    _launch(tables, calls, updates, [grads])
+            # recorded is what comes step after step, which is one call
+            recurs = stays and len(calls) == 1
+            updates.append(_Update(cast("DeviceGroup", group), faults, parts, [context], scaling, recurs, combined))
+        _launch(tables, calls, updates, [grads])
 
 
 def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
@@ -156,6 +156,16 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     _launch(tables, calls, [update], [grads])
 
 
+class Prepared(NamedTuple):
+    """What an update reads. `batch`: its calls as one · `places`: where gradients lie that stay there, int64 (K,) ·
+    `segments`: the occurrences by row · `faults`: int64 (3 K,), those of the calls."""
+
+    batch: Combined
+    places: torch.Tensor | None
+    segments: Segments
+    faults: torch.Tensor
+
+
 @dataclass
 class _Update:
     """The step of a `group` of tables, or of some that share its cache: those of numbers `taken`, int32 (K,). `faults`:
@@ -194,10 +204,15 @@ class _Update:
         """Of its calls."""
         return [part.ticket for part in self.parts]
 
-    def launch(self, options: torch.Tensor, overflow: OverflowRows, grads: Sequence[torch.Tensor]) -> None:
-        """By `grads`, or by those put together. `overflow`: where rows without a slot are."""
-        group, (batch, places), past = self.group, self.combined(grads), self.past
-        segments, faults = batch.segments(), self.faults[0] if len(self.faults) == 1 else torch.cat([*self.faults])
+    def prepare(self, grads: Sequence[torch.Tensor]) -> Prepared:
+        """What it reads, by `grads`, or by those put together: all that may fail for want of memory, and changes no
+        row."""
+        (batch, places), faults = self.combined(grads), self.faults
+        return Prepared(batch, places, batch.segments(), faults[0] if len(faults) == 1 else torch.cat([*faults]))
+
+    def launch(self, options: torch.Tensor, overflow: OverflowRows, prepared: Prepared) -> None:
+        """Changes the rows. `overflow`: where rows without a slot are."""
+        group, past, (batch, places, segments, faults) = self.group, self.past, prepared
         rate, numbers = group.lookup.begin(
             options, group.device_steps, faults, self.scaling, segments.work, past, self.taken
         )
@@ -226,12 +241,18 @@ def _launch(
         overflow = [each.group.cache.overflow(each.tickets) for each in updates]
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
-            launches = [
-                functools.partial(each.launch, its_options, rows, grads[each.block])
-                for each, its_options, rows in zip(updates, options, overflow, strict=True)
-            ]
+            if torch.cuda.is_current_stream_capturing():  # of which nothing runs yet: each on a branch of its own
+
+                def branch(each: _Update, its_options: torch.Tensor, rows: OverflowRows) -> None:
+                    each.launch(its_options, rows, each.prepare(grads[each.block]))
+
+                todo = zip(updates, options, overflow, strict=True)
+                side_by_side(tables.config.device, [functools.partial(branch, *its) for its in todo])
+                return
+            prepared = [each.prepare(grads[each.block]) for each in updates]
             with _half_done(each.group.cache for each in updates):
-                side_by_side(tables.config.device, launches)
+                for each, its_options, rows, its in zip(updates, options, overflow, prepared, strict=True):
+                    each.launch(its_options, rows, its)
 
         kept = [*options]
         for each in updates:
