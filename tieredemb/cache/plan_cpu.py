@@ -150,8 +150,8 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 @inline
 def uses_note(keys, first, stop, slot_plus_one, uses):
     """Notes the uses of rows keys[first:stop], negative for padding. Which rows are where, and which were noted before,
-    is chance: no branch of the loop over occurrences asks. It writes nothing that it reads, as rows that come again and
-    again would wait for it."""
+    is chance: the loop over occurrences does not branch on it. It writes nothing that it reads, as rows that occur
+    again and again would wait for it."""
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
     stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
     words, end = state.shape[1], missed.shape[0] - 1

@@ -157,7 +157,7 @@ class Arena(Generic[R]):
     def plan(self, executor: StreamExecutor, expected: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
         """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
         among others that `executor` plans together. What caches miss that are `deferring` rows comes with the next
-        plan, or when it is asked for."""
+        plan, or when it is needed."""
         with ExitStack() as entered:
             for cache in deferring:
                 if cache not in self._deferred:

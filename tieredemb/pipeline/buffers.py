@@ -91,7 +91,7 @@ class Buffers:
         new, grows = dict[int, torch.Tensor](), False
         for buffer in self._buffer.values():
             length = lengths.get(id(buffer), 0)
-            lacks = length > len(buffer) if buffer.dim() else False
+            lacks = length > buffer.numel()  # only those of one dimension have a length here
             new[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
             grows |= lacks
         return self._of(new) if grows else None

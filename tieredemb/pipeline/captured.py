@@ -67,7 +67,7 @@ class StepFunction(Generic[R]):
         self.locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of torch, whose step it calls
+        self._torch_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose step it calls
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
         self._trained_as = TrainedAs(self.modules)
@@ -140,11 +140,11 @@ class StepFunction(Generic[R]):
         """Those of the last eager run are known: a step may have others than once before."""
         thread = threading.get_ident()
         if not torch.cuda.is_current_stream_capturing():
-            self._optimizers.clear()
+            self._torch_optimizers.clear()
 
         def observe(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if threading.get_ident() == thread:
-                self._optimizers.add(optimizer)
+                self._torch_optimizers.add(optimizer)
 
         hook = register_optimizer_step_pre_hook(observe)
         try:
@@ -188,7 +188,7 @@ class StepFunction(Generic[R]):
         captured, where an earlier graph of autograd's would end the capture, or a torch optimizer's step."""
         self.before_replay()  # what the host has to say is said outside
         self._leaves.check_free()
-        check_optimizers(self._optimizers)
+        check_optimizers(self._torch_optimizers)
         captured = Capture(graph, self._captures, pool)
         with self._leaves.grads_kept(), capture_lock(self.device), no_collector(), captured:
             yield

@@ -1,5 +1,5 @@
-"""What plans do to the books of a cache, as data: `DeviceCache.apply` enters it, whether a recorded plan is replayed or
-a captured step, and however these came about."""
+"""What plans do to the books of a cache, as data. `DeviceCache.apply` enters it for each replay, of a recorded plan or
+of a captured step."""
 
 from __future__ import annotations
 

@@ -57,17 +57,13 @@ class InPlace(Transfer):
     def start(self, plan: BatchPlan) -> None:
         with slots_change_hands(self._changes, plan.missed):
             self._plan.place(plan.missed, lag=plan.lag)
-            if plan.beside and torch.cuda.is_current_stream_capturing() and not plan.kind.ahead:
+            if plan.beside:
+                # in a graph beside the lookup, too, as events cost the host nothing there
+                outlasts = torch.cuda.is_current_stream_capturing() and not plan.kind.ahead
                 self._side.mark()
-                published = self._side.run(functools.partial(self._publish, plan))
-                plan.side_done = self._side.run(
-                    plan.beside
-                )  # beside the lookup, too: events of a graph cost the host nothing
-                self._fill(plan)
-                published.wait(current_stream())
-            elif plan.beside:
-                self._side.mark()
-                done = self._side.run(functools.partial(self._publish, plan, plan.beside))
+                done = self._side.run(functools.partial(self._publish, plan, None if outlasts else plan.beside))
+                if outlasts:
+                    plan.side_done = self._side.run(plan.beside)
                 self._fill(plan)
                 done.wait(current_stream())
             else:

@@ -185,7 +185,8 @@ class Missed:
 
 class Phase(enum.IntEnum):
     """How far the launches of a plan have come. `FOUND`: hits have their homes, misses are known · `PLACED`: misses
-    have slots, whose rows have yet to come · `PUBLISHED`: the map and `homes` name these · `MOVED`: the rows came."""
+    have slots, and their rows have yet to come · `PUBLISHED`: the map and `homes` name the slots · `MOVED`: the rows
+    are in them."""
 
     FOUND = 0
     PLACED = 1

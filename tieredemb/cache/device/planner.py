@@ -163,7 +163,7 @@ class Planner:
         return ticket
 
     def leave(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
-        """The rows of `ticket` come later, by `finish_last`: on the stream of who asks for them if they are deferred,
+        """The rows of `ticket` come later, by `finish_last`: on the stream that first needs them if they are deferred,
         else where the plan is made."""
         if plan.is_deferred:
             ticket.plan = plan
