@@ -72,6 +72,18 @@ def test_a_collection_of_several_widths(monkeypatch, replays, capacity, depth, o
     assert both(monkeypatch, replays, run) > 0
 
 
+def trained(model, optimizer, batches):
+    """The outputs of a step with each batch, and the model's state after them."""
+    outputs = []
+    for batch in batches:
+        out = model(batch)
+        optimizer.zero_grad()
+        out.square().sum().backward()
+        optimizer.step()
+        outputs.append(out.detach())
+    return [*outputs, *model.state_dict().values()]
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("widths", [(8, 8, 8), (8, 16, 8)])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
@@ -85,14 +97,7 @@ def test_converted_tables(monkeypatch, replays, widths, kind, prefetch):
         optimizer = kind(model.cuda().parameters(), lr=0.1)
         te.replace_embedding_bags(model, capacity=0.3, optimizer=optimizer)
         batches = [[bags_of(3 * step + at, rows=rows) for at, rows in enumerate(sizes)] for step in range(BATCHES)]
-        outputs = []
-        for batch in te.prefetch(batches, model) if prefetch else batches:
-            out = model(batch)
-            optimizer.zero_grad()
-            out.square().sum().backward()
-            optimizer.step()
-            outputs.append(out.detach())
-        return [*outputs, *model.state_dict().values()]
+        return trained(model, optimizer, te.prefetch(batches, model) if prefetch else batches)
 
     assert both(monkeypatch, replays, run) > BATCHES // 3
 
@@ -194,14 +199,7 @@ def test_converted_tables_of_very_different_numbers_of_ids(monkeypatch, replays,
             [bags_of(3 * step + at, rows=rows, longest=400) for at, rows in enumerate(sizes)]
             for step in range(3 * BATCHES)
         ]
-        outputs = []
-        for batch in te.prefetch(batches, model) if prefetch else batches:
-            out = model(batch)
-            optimizer.zero_grad()
-            out.square().sum().backward()
-            optimizer.step()
-            outputs.append(out.detach())
-        return [*outputs, *model.state_dict().values()]
+        return trained(model, optimizer, te.prefetch(batches, model) if prefetch else batches)
 
     # while a loop tries the other way, its plans are of other forms
     assert both(monkeypatch, replays, run) > (BATCHES // 2 if prefetch else BATCHES)
