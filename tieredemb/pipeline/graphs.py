@@ -16,13 +16,12 @@ from tieredemb.kernels.captures import CAPTURING
 from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.batches import detached, tensors_of
-from tieredemb.pipeline.prefetch import running
+from tieredemb.pipeline.prefetch import Run, running
 from tieredemb.pipeline.summary import ACCUMULATES, FIRST, OTHER_SHAPES, StepSummary
 from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
 if TYPE_CHECKING:  # what captures is imported where there is a GPU
-    from tieredemb.pipeline.arenas import Lookups
     from tieredemb.pipeline.captured import StepFunction
     from tieredemb.pipeline.ring import Ring
     from tieredemb.step.agreement import Agreement
@@ -73,19 +72,10 @@ class GraphStep(Generic[R]):
             )
         if step.accumulates():
             return self._eagerly(step, batch, ACCUMULATES)
-        reach, following = 0, list[Any]()
-        named: Lookups | None = None
-        loop = running(batch)
-        if loop is not None:
-            if self._agreement is None and not step.gains_ahead:
-                loop.leave_planning_to(_plan_nothing, 0)
-            elif loop.named or step.lookups.forwards:
-                reach = AHEAD
-                loop.leave_planning_to(self._drop_plans, reach)
-                following, named = loop.following(reach), loop.named
+        reach, loop = self._take_planning_over(step, batch)
         ring = self._rings.get(reach) or self._make_ring(step, reach)
         try:
-            return ring.run(batch, following, named)
+            return ring.run(batch) if loop is None else ring.run(batch, loop.following(reach), loop.named)
         except InvalidInputError:
             # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
             if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):
@@ -96,6 +86,18 @@ class GraphStep(Generic[R]):
         self._drop_plans()
         step.buffers, self._rings = larger, {}
         return self(batch)
+
+    def _take_planning_over(self, step: StepFunction[R], batch: Any) -> tuple[int, Run[Any] | None]:
+        """How many batches the step goes ahead; and if it does, the loop that fetches ahead and has handed the batch
+        out. Such a loop plans nothing any more."""
+        loop = running(batch)
+        if loop is not None:
+            if self._agreement is None and not step.gains_ahead:
+                loop.leave_planning_to(_plan_nothing, 0)
+            elif loop.named or step.lookups.forwards:
+                loop.leave_planning_to(self._drop_plans, AHEAD)
+                return AHEAD, loop
+        return 0, None
 
     def _make_ring(self, step: StepFunction[R], reach: int) -> Ring[R]:
         from tieredemb.pipeline.ring import Ring
@@ -141,6 +143,8 @@ class GraphStep(Generic[R]):
             self._summary.eager[FIRST] += 1
             is_clear = all(part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor))
             self._know(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))
+            if self._step is not None:
+                self._take_planning_over(self._step, batch)  # or the loop would plan the next batch in vain
         return result
 
     def _know(self, batch: Any, forwards: list[Forward], *, is_clear: bool, has_ddp: bool) -> None:
