@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
+GROWTH, UNCHANGED_GROWTH = 2, 4  # × the plans before a look, until the next one: of a look that changes nothing more
 PATIENCE = 64  # forwards that find batches in flight, before it is put off
-LEAST_GAIN = 0.0002  # of all lookups, that more of them hit: for less no cache is made anew
+# of all lookups, that more of them hit: for less no cache is made anew, which takes as long as dozens of steps; before
+# so many plans have come from one look to the next the gain has to be larger, as fewer may follow
+LEAST_GAIN, LEAST_GAIN_PLANS = 0.0002, 400
 LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five times what caches hold, and chance decides
 
 
@@ -50,8 +53,8 @@ class Sharing(Protocol):
 
 class Division:
     """The capacity that all caches of some sets of tables share, of those on one device. It is looked at after `FIRST`
-    plans, then each time after twice as many, between steps, and divided anew where that serves more lookups. Which
-    rows are cached changes no number. A copy of it, as of a module, has no sets until these `join`."""
+    plans, then each time after some times as many (`GROWTH`), between steps, and divided anew where that serves more
+    lookups. Which rows are cached changes no number. A copy of it, as of a module, has no sets until these `join`."""
 
     def __init__(self, sets: Iterable[Sharing] = ()) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]
@@ -118,21 +121,23 @@ class Division:
         batches = [group.cache.stats().batches - group.cache.looked_at.batches for group in groups]
         if max(batches) < FIRST // 2:  # of which several plans make one
             return
-        self._gap = min(2 * self._gap, MOST)
+        gap, self._gap = self._gap, min(GROWTH * self._gap, MOST)
         try:
-            self._divide(sets, max(batches))
+            if not self._divide(sets, max(batches)):
+                self._gap = min(UNCHANGED_GROWTH * gap, MOST)
         finally:
             for group in (group for tables in sets for group in tables.groups):
                 counted = group.cache.counted(None)
                 group.cache.looked_at = Look(group.cache.plans, counted.batches, counted.lookups)
 
-    def _divide(self, sets: list[Sharing], batches: int) -> None:
+    def _divide(self, sets: list[Sharing], batches: int) -> bool:
+        """Returns whether caches have got other sizes."""
         groups = [group for tables in sets for group in tables.groups]
         for group in groups:
             group.cache.write_back()  # scores, too
         uses = [use for group in groups if (use := use_of(group, batches)) is not None]
         if len(uses) < len(groups):
-            return
+            return False
         sizes = [group.slot_bytes for group in groups]
         if self._capacity is None or self._capacity[0] != sizes:
             self._capacity = sizes, sum(group.slots * group.slot_bytes for group in groups)
@@ -140,18 +145,20 @@ class Division:
         slots = by_use(budget, uses)
         passing = passing_share(budget, uses)
         if passing < LEAST_PASSING:
-            return
+            return False
         now, then = (
             sum(use.hits(each, passing) for use, each in zip(uses, given, strict=True))
             for given in ([group.slots for group in groups], slots)
         )
-        if then - now <= LEAST_GAIN * sum(float(use.lookups @ use.stands_for) for use in uses):
-            return
+        least = LEAST_GAIN * max(1.0, LEAST_GAIN_PLANS / self._gap)
+        if then - now <= least * sum(float(use.lookups @ use.stands_for) for use in uses):
+            return False
         given = iter(slots)
         changed = [(tables, [next(given) for _ in tables.groups]) for tables in sets]
         for tables, own in sorted(changed, key=lambda change: _more_bytes(*change)):  # first those that give room
             if own != [group.slots for group in tables.groups]:
                 tables.resize(own)
+        return True
 
 
 def share_capacity(sets: Sequence[Sharing]) -> None:

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tieredemb.cache.policy import Scoring
+from tieredemb.kernels.constants import COUNT
+
 if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 MEMORY_SAMPLE, FILE_SAMPLE = 1 << 16, 1 << 14  # rows of a key space whose scores are read; of a file each is a page
 TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so many
 MOST_RANGES = 1 << 12  # of used rows of a file, that are looked at
+# scores that are told apart: from a number of uses to twice as many, as far below the highest, where scores age; and of
+# all, where they count
+SCORES_AN_OCTAVE, OCTAVES, MOST_SCORES = 256, 64, 1 << 16
 
 
 class Use(NamedTuple):
@@ -70,12 +76,10 @@ def use_of(group: Group, batches: int) -> Use | None:
     scoring, time, counted, before = cache.scoring, cache.cold.metadata.batch, cache.stats(), cache.looked_at
     if not scoring.counts_uses:
         return None
-    score, of_each = _sampled(group)
+    score, of_each = _distinct(*_sampled(group), scoring)
     own = counted.batches - before.batches
     most = scoring.most_uses(max(1, time))
     share = np.minimum(scoring.uses(score, time) / most, 1.0)
-    order = np.argsort(-share, kind="stable")
-    share, of_each = share[order], of_each[order]
     # a GPU scores no rows of resident tables, whose lookups are counted: what the others have together is not known
     per_batch = 0.0 if group.resident else (counted.lookups - before.lookups) / max(1, own)
     lookups = lookups_of(share, of_each, most, per_batch)
@@ -105,3 +109,18 @@ def _sampled(group: Group) -> tuple[Array, Array]:
             stands_for.append(np.full(len(scores[-1]), every * (stop - start) / max(1, len(scores[-1]))))
     score, of_each = np.concatenate(scores), np.concatenate(stands_for)
     return score[score != 0], of_each[score != 0]
+
+
+def _distinct(score: Array, stands_for: Array, scoring: Scoring) -> tuple[Array, Array]:
+    """Scores that differ, float64 (K,), descending, and for how many rows each of them stands: those that hardly
+    differ are one, which is their mean."""
+    score = score.astype(np.int64)
+    if not len(score):
+        return score.astype(np.float64), stands_for
+    if scoring.kind != COUNT:  # rows that are hardly used any more
+        score = np.maximum(score, score.max() - int(OCTAVES * scoring.unit))
+    above = score - score.min()
+    above //= max(1, int(scoring.unit) // SCORES_AN_OCTAVE, int(above.max()) // MOST_SCORES)
+    rows, total = np.bincount(above, stands_for), np.bincount(above, stands_for * score)
+    used = np.flatnonzero(rows)[::-1]
+    return total[used] / rows[used], rows[used]
