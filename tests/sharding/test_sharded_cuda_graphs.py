@@ -466,6 +466,22 @@ def test_distributed_data_parallel_is_warmed_up(with_itself, replayed):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_distributed_data_parallel_is_warm_for_the_loops_after_the_first(with_itself, ahead):
+    run = Run(MIXED, optimizer=te.SGD(lr=0.1))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        top = nn.parallel.DistributedDataParallel(nn.Linear(len(run.scale), 3, device="cuda"), device_ids=[0])
+    torch.cuda.current_stream().synchronize()
+    train = te.graph_step(lambda batch: top(run.table(*batch[:2])).square().mean().backward(), max_ids=LONGEST)
+    given, seen = batches(MIXED, 18), []
+    for _ in range(3):
+        for batch in te.prefetch(given, run.table) if ahead else given:
+            train(batch)
+        seen.append(train.summary().replayed)
+    at_ends = 4 if ahead else 0  # the first two batches of a loop have no plans, and the last two none ahead
+    assert seen[2] - seen[1] >= len(given) - at_ends - 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_graphs_are_freed_before_a_group_ends_and_captured_anew(with_itself, replayed, ahead):
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
     train = te.graph_step(ranks.step, max_ids=LONGEST)
