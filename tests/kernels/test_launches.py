@@ -55,7 +55,7 @@ from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
-from tieredemb.sharding.bags import Part
+from tieredemb.sharding.bags import Bound, Part
 from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
 from tieredemb.sharding.layout import Layout, RowWise, TableWise
 from tieredemb.step.batch import Batch
@@ -330,18 +330,14 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
     edges = Edges(torch.arange(7), 7, exact=True, ids=len(ids))
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
-    counts = words[11:].view(3, 5)[:, 1 : 1 + part.columns]
+    counts = words[11:].view(3, 5)[:, 1 : 1 + 2 * len(chosen)]
     given = FoundWords(ids, edges, words[:3], words[3:].data_ptr())
     bags = width.find(batch, given, counts)
-    told = torch.zeros(3, part.columns, dtype=torch.int64)
-    told[:, 0], told[:, len(chosen)] = torch.tensor([4, 3, 0]), torch.tensor([2, 3, 0])
-    bags.told(told)
-    assert (bags.sent, bags.ids, bags.back, bags.grads) == ([4, 3, 0], [4, 3, 0], [2, 3, 0], [4, 3, 0])
-    assert (bags.asked.shape, bags._order.shape) == ((7,), (7,))
+    assert (bags.asked.shape, bags._order.shape) == ((10,), (10,))
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)
-        assert (gradient.shape, gradient.dtype) == ((7, 8), torch.float32)
+        assert (gradient.shape, gradient.dtype) == ((10, 8), torch.float32)
     to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=3, first=6)
     width.send_gradient(bags._bags, torch.zeros(9, dtype=torch.int64), grad, None, 2.0, to)
     kernels = {*read("sharding/owners.cu").kernels, *read("sharding/occurrences.cu").kernels}
@@ -349,9 +345,9 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
 
 
 @pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("finds_firsts", [True, False])
 @pytest.mark.parametrize("count", [10, 0])
-def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, is_told, sharding):
+def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, finds_firsts, sharding):
     monkeypatch.setattr(gpu_bags, "on_device", lambda device: contextlib.nullcontext())
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(2)]
     config = table_set_config(
@@ -366,17 +362,15 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
     counts, given = words[11:].view(3, 4), FoundWords(ids, edges, words[:3], words[3:].data_ptr())
     width.count(batch, given, counts)
-    if not is_told:
+    if not finds_firsts:
         launched.clear()
     written = width._found(batch, given)
     for part_of_it in vars(written).values():
         if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
             part_of_it.zero_()
     width._found = lambda *_: written
-    bags = width.find(batch, given, counts, finds_firsts=is_told)
-    if is_told:
-        bags.told(torch.zeros(3, 4, dtype=torch.int64))
-    bags.pad(5)
+    bags = width.find(batch, given, counts, finds_firsts=finds_firsts)
+    bags.pad(Bound(5, None))
     held = [[2, 2, 2], [1, 1, 0]][part.is_whole]
     assert bags.sent == [2 + 5 + (held[rank] * 3 if part.is_whole else 0) for rank in range(3)]
     assert bags.asked.shape == (sum(bags.sent),)
@@ -388,7 +382,7 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     assert scale is None or scale.shape == (15,)
     sent = bags.sent_weights(torch.zeros(count))
     assert sent is None if not part.is_whole else sent.shape == (15,)
-    if not is_told:
+    if not finds_firsts:
         assert "firsts_find" not in launched
 
 

@@ -12,11 +12,10 @@ from devices import equal
 from sharding.ranks import SHAPES, batch_of, sharding_of, tables_of
 
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.sharding.bags import Part
+from tieredemb.sharding.bags import Bound, Part
 from tieredemb.sharding.host_bags import HostFinder
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padded_request import PaddedRequests
-from tieredemb.sharding.request import Kind
+from tieredemb.sharding.request import Kind, Requests
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import identity
 
@@ -40,16 +39,16 @@ def asked_of(rank, sharding, shape, rows=None):
     for other in range(RANKS):
         ids, offsets, *_ = batch_of(TABLES, 0, other, samples=some, shape=shape)
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
-        for part, bags in enumerate(HostFinder(layout, parts)(batch)):
-            bags.pad(BOUND, rows)
+        for part, bags in enumerate(HostFinder(layout, parts)(batch)[0]):
+            bags.pad(Bound(BOUND, rows))
             came[part].append(bags.asked.split(bags.sent)[rank])
     return parts, kinds, [torch.cat(its) for its in came]
 
 
-def taken(parts, kinds, came, rank, *, knows_ends, **how):
-    requests = PaddedRequests(parts, kinds, rank, RANKS, BOUND, torch.device("cpu"))
+def taken(parts, kinds, came, rank, *, knows_ends, rows=None, by_entry=False):
+    requests = Requests(parts, kinds, rank, RANKS, torch.device("cpu"))
     requests.knows_ends = knows_ends
-    request = requests.of([some(other) for other in range(RANKS)], **how)
+    request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts), by_entry=by_entry)
     assert [len(values) for values in came] == [sum(part.message.per_rank) for part in request.parts]
     request.take(came)
     return request

@@ -11,8 +11,8 @@ from sharding.test_sharded_failures import told
 from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
-from tieredemb.sharding.asked import Asked
 from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.request import Request, Requests
 
 
 def none_left(*given, **named):
@@ -40,7 +40,7 @@ def runs_short(rank, size, where):
     """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
     come, or for these in their order."""
     model, errors = model_of(), []
-    context, by_feature = model._ranks._context, Asked.by_feature
+    context, gradient = model._ranks._context, Request.gradient
     exchange, find = context.exchange, context.find
     for step in range(4):
         ids, offsets, _, upstream = batch(step, rank)
@@ -49,18 +49,23 @@ def runs_short(rank, size, where):
             exchange.room = short(Exchange.room)
 
         if fails and where == "pooled":
-            context.find = lambda *given: [unpooled(bags) for bags in find(*given)]
+
+            def find_unpooled(*given):
+                found, most = find(*given)
+                return [unpooled(bags) for bags in found], most
+
+            context.find = find_unpooled
 
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
             if fails and where == "gradients":
                 exchange.room = short(Exchange.room)
             if fails and where == "order":
-                Asked.by_feature = short(by_feature)
+                Request.gradient = none_left
             out.backward(upstream)
 
         errors.append(told(run))
-        exchange.room, Asked.by_feature = Exchange.room, by_feature
+        exchange.room, Request.gradient = Exchange.room, gradient
         context.find = find
     weights = dict(model.state_dict())
     model.close()
@@ -79,15 +84,15 @@ def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
 def runs_short_of_room_for_ids(rank, size):
     """Rank 1 has none where the others exchange ids already."""
     model, errors, took = model_of(), [], []
-    of = Asked.of
+    of = Requests.of
     for step in range(3):
         ids, offsets, _, upstream = batch(step, rank)
         if (rank, step) == (1, 1):
-            Asked.of = none_left
+            Requests.of = none_left
         start = time.monotonic()
         errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
         took.append(time.monotonic() - start)
-        Asked.of = of
+        Requests.of = of
     model.close()
     return errors, max(took)
 

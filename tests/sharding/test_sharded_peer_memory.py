@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.gpu_bags import GpuBags
-from tieredemb.sharding.padded_request import PaddedRequest
+from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
 
 __all__ = ["world"]  # a fixture, of processes whose environment says that rows are sent
@@ -76,7 +76,7 @@ def test_many_steps(world, ahead):
 
 
 SPIN = 3_000_000  # clock cycles: some 2 ms, in which another rank could be a step ahead
-LATE = {"rows came": (GpuBags, "pool"), "gradients came": (PaddedRequest, "gradient")}  # before who reads them
+LATE = {"rows came": (GpuBags, "pool"), "gradients came": (Request, "gradient")}  # before who reads them
 
 
 def spun(function):

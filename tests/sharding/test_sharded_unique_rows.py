@@ -1,5 +1,5 @@
 """Rows of tables that are dealt out: of an id that occurs several times in a rank's batch one comes back, from which
-all of its occurrences are pooled. The bits are those of one process."""
+all of its occurrences are pooled. The bits are those of one process. All blocks have the size of the fullest one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def asked_of(tables, rank, size, shape):
 def test_a_row_comes_back_once_to_each_rank_that_asks_for_it(worlds, size, shape, tables):
     ids, rows = zip(*(asked_of(tables, rank, size, shape) for rank in range(size)), strict=True)
     assert shape in ("ones", "mostly empty") or np.sum(rows) < np.sum(ids) / 2
-    for rank, sent in enumerate(worlds(size).run(counts_sent, tables, "rows", shape)):
-        back = sum(each[rank] for each in rows)  # what it owns, of the batches of all
+    features, most, back = sum(len(table.features) for table in tables), np.max(ids), np.max(rows)
+    for sent in worlds(size).run(counts_sent, tables, "rows", shape):
         sent, scales = sent[:3], sent[3:]
-        assert sent == [sum(ids[rank]), back * 4, sum(ids[rank]) * 4]  # ids, rows of width 4, a gradient of each id
-        assert scales == ([sum(ids[rank])] if tables is SHARED else [])  # of means
+        # counts and ids, rows of width 4, a gradient of each id
+        assert sent == [size * (features + most), size * back * 4, size * most * 4]
+        assert scales == ([size * most] if tables is SHARED else [])  # of means
 
 
 # --- bits are those of one process ------------------------------------------------------------------------------------

@@ -43,12 +43,6 @@ class Part:
         return bool((self.owner >= 0).all())
 
     @functools.cached_property
-    def columns(self) -> int:
-        """How many numbers say what a rank is asked for: how many ids of each feature, and how many of these are the
-        first of their row, or of whole tables how many lengths of bags."""
-        return 2 * len(self.space.features)
-
-    @functools.cached_property
     def padding_keys(self) -> Array:
         """Of each feature the key of the padding whose id is sent, int64 (F,), or one that no occurrence has."""
         padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
@@ -56,55 +50,62 @@ class Part:
 
 
 class Most(NamedTuple):
-    """The most that a batch asks any rank for in one part: `ids`, and in a part that is dealt out different `rows`."""
+    """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
+    `rows`."""
 
     ids: int
     rows: int
 
 
 class Bound(NamedTuple):
-    """Of an exchange of one size: how many ids each rank is sent in one part, and how many rows come back where tables
-    are dealt out, each of several ids; None if one comes back for each id."""
+    """The size of an exchange in one part: how many ids each rank is sent, and how many rows come back where tables are
+    dealt out, each of several ids; None if one comes back for each id."""
 
     ids: int
     rows: int | None
 
+    @classmethod
+    def just(cls, most: Most) -> Bound:
+        """That which takes no more than a batch requests."""
+        return cls(max(1, most.ids), max(1, most.rows))
+
     def takes(self, most: Most) -> bool:
-        """Whether an exchange takes what a batch asks for."""
+        """Whether the exchange takes what a batch requests."""
         return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
 
 
-def most_in(are_whole: Sequence[bool], counts: Sequence[Array]) -> Most:
-    """Of what each part asks the ranks for, `counts`: see `Bags`."""
-    found = [its.reshape(len(its), 2, -1).sum(2).max(0).tolist() for its in counts]
-    rows = [rows for is_whole, (_, rows) in zip(are_whole, found, strict=True) if not is_whole]
-    return Most(max(ids for ids, _ in found), max(rows, default=0))
+Bounds = tuple[Bound, ...]  # of each part
+
+
+def take(bounds: Bounds, most: Sequence[Most]) -> bool:
+    """Whether an exchange takes what a batch requests in each part."""
+    return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
+
+
+def most_in(counts: Sequence[Array]) -> list[Most]:
+    """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
+    these are the first of their row; of whole tables zeros."""
+    return [Most(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
 
 
 class Bags(Protocol):
-    """The bags of one part in one batch; tensors lie on the tables' device, but for `counts`.
+    """The bags of one part in one batch; tensors lie on the tables' device. Once they are padded (`pad`):
 
-    `asked`: int64 (M,), by rank: by feature and occurrence the ids of the rows, which are their numbers among those
-    that the rank owns of a table, inverted (~id) where the table's row was asked for before; behind them, of whole
-    tables, by feature and sample how many ids a bag has, of those features whose bags differ in that, and no id is
-    inverted · `counts`: int64 (W, columns) on the CPU, see `Part` · `sent`: how many numbers of `asked` each rank is
-    sent, `ids`: how many ids of these · `back`: how many rows come back from each: those of the ids that are not
-    inverted (·, D), or of whole tables one of each bag, by feature and sample · `grads`: how many gradients each is
-    sent: one of each id, or of each bag.
+    `asked`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent, `ids`: how many ids
+    among these · `back`: how many rows come back from each, (·, D), or of whole tables one of each bag, by feature and
+    sample · `grads`: how many gradients each is sent: one of each id, or of each bag.
     """
 
     asked: torch.Tensor
-    counts: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
     grads: list[int]
 
-    def pad(self, bound: int, rows: int | None = None) -> None:
-        """Makes `asked` a `Message` of one size, where no rank is asked for more than `bound` ids: each is sent that
-        many from now on, and as many weights, and gradients of tables that are dealt out. Of these as many rows come
-        back, and no id is inverted; or `rows`, of which no rank is asked for more different ones. Does not synchronise,
-        and needs `counts` on the device alone."""
+    def pad(self, bound: Bound) -> None:
+        """Makes a `Message` of one size of what is requested, which the `bound` takes: each rank is sent as many ids,
+        and as many weights, and gradients of tables that are dealt out. Of these as many rows come back, and no id is
+        inverted; or `bound.rows`. Does not synchronise."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
@@ -134,26 +135,26 @@ class Bags(Protocol):
 
 
 Wait = Callable[[], object]  # for what the current stream of a GPU has launched
-Finder = Callable[[Batch, Wait], Sequence[Bags]]  # see `CountingFinder`
+Finder = Callable[[Batch, Wait], tuple[Sequence[Bags], list[Most]]]  # see `CountingFinder`
 
 
 class CountingFinder(Protocol):
     """Finds the bags of all parts; and looks at a batch before it is looked up in a graph, which can wait for
     nothing."""
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[Bags]:
-        """The bags of a batch. Raises `InvalidInputError` and `IdOutOfRangeError`. Waits for the current stream, by
-        `wait` before it reads what a GPU has found."""
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
+        """The bags of each part of a batch, and what it requests. Raises `InvalidInputError` and `IdOutOfRangeError`.
+        Waits for the current stream, by `wait` before it reads what a GPU has found."""
 
     def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
         """The most ids that a rank is asked for in one part. Raises and waits as the call."""
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """The bags of a batch, whose `counts` the host need not know, and words, int64 on its device, that tell `most`
-        of it. `finds_firsts`: whether ids that were asked for before are inverted. Does not synchronise."""
+        """The bags of a batch, and words, int64 on its device, that tell `most` of it. `finds_firsts`: whether ids that
+        were asked for before are inverted. Does not synchronise."""
 
-    def most(self, words: torch.Tensor) -> Most:
-        """What a batch asks for, by such words that have come to the CPU. Raises as the call."""
+    def most(self, words: torch.Tensor) -> list[Most]:
+        """What a batch requests in each part, by such words that have come to the CPU. Raises as the call."""
 
     def room(self) -> torch.Tensor:
         """On the CPU, for such words."""

@@ -29,15 +29,14 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
-from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.errors import InvalidInputError, PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
-from tieredemb.sharding.asked import AskedPart
-from tieredemb.sharding.bags import Bags, Bound, Most, most_in
+from tieredemb.sharding.bags import Bags, Bound, Bounds, Most, take
 from tieredemb.sharding.context import ShardedContext, check_update
 from tieredemb.sharding.exchange import Sending
-from tieredemb.sharding.header import Header, Phase
-from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
-from tieredemb.sharding.request import Request
+from tieredemb.sharding.header import Counts, Header, Phase
+from tieredemb.sharding.padding import MOST_ENTRIES
+from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -54,14 +53,12 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
-FITS = 8  # an exchange of one size takes what other ranks are asked for
+FITS = 8  # an exchange of `max_ids` takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
 LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
 OVER = 64  # of a header that announces rows: what this rank asks for does not fit
 FETCHED = 128  # of a header of a forward that announces its rows as well, which have been looked up
 TRAINS = 256  # of a header of a forward: it is to update rows
-FLAG_BITS, MOST_BITS = 9, 27  # of 63: behind these stands how many ids it asks another rank for, and different rows
-MOST_COUNTED = (1 << MOST_BITS) - 1
 
 
 class ReadyGradients(NamedTuple):
@@ -79,17 +76,19 @@ class ShardedCall(Shareable):
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
     call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
-    its ids · `row_bound`: of an exchange of one size in a captured step, how many rows come back from each rank, if not
+    its ids · `row_bound`: in a captured step, how many rows come back from each rank, if not
     one for each id · `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off
     reads what it has of its own."""
 
     row_bound: int | None = None
     is_over = False
     requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
-    # whether one size fits, and the most that it asks another rank for, where that matters; until the host has looked
-    # (`_is_later`) both are taken for what they were before
-    _fits, _is_later, _asks_for = False, False, Most(0, 0)
-    _bound: Bound | None = None  # of the exchange, if that is of one size
+    _fits = True  # whether `max_ids` is enough
+    # the most that it asks another rank for in each part; until the host has looked (`_is_later`) it is taken for what
+    # it was before
+    _asks_for: Sequence[Most]
+    _is_later = False
+    _bounds: Bounds  # of the exchange
     _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
     # of each part, where rows and gradients are written to each other's memory and not sent
     _rooms: Sequence[PartRooms | None] = ()
@@ -137,39 +136,42 @@ class ShardedCall(Shareable):
         captures = self.context.captures
         try:
             if captures is not None and captures.is_active:
-                self._fits = True
+                self._asks_for = self.context.no_counts.most
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             recorded = self.context.recorded
             if recorded is not None and self._learns:
                 self._recorded = recorded.of(batch)
             if recorded is not None and self._recorded is not None:
-                self._fits, self._is_later = True, recorded.may_look_later()
+                self._is_later = recorded.may_look_later()
                 self._asks_for = recorded.before(self._recorded.samples)
                 return () if self._is_later else self._looked_at()
-            found = self.context.bags_of(batch)
-            if self.context.max_ids is not None or recorded is not None:
-                self._asks_for = self._most(found)
-                self._fits = self.context.max_ids is not None and self.fits(self._asks_for)
-            return found
+            return self._of_launches(batch)
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
+
+    def _of_launches(self, batch: Batch) -> Sequence[Bags]:
+        """The bags, found by launches that the host waits for."""
+        found, most = self.context.bags_of(batch)
+        self._knows(most)
+        return found
 
     def _look(self) -> None:
         """Waits until the host can know what the bags ask for, and looks. Raises what is wrong with them."""
         assert self._recorded is not None
         self._is_later = False
-        self._asks_for = self._recorded.look()
-        if self.context.max_ids is not None:
-            self._fits = self.fits(self._asks_for)
+        self._knows(self._recorded.look())
+
+    def _knows(self, most: Sequence[Most]) -> None:
+        """It asks for so much."""
+        self._asks_for = most
+        self._fits = self.context.max_ids is None or self.fits(most)
 
     def _looked_at(self) -> Sequence[Bags]:
-        """The bags as they are found, before anything is sent, which are told what they ask for. As `_look`."""
+        """The bags as they are found, before anything is sent. As `_look`."""
         found = self._found()
-        assert self._recorded is not None
         self._look()
-        self._recorded.notify(found)
         return found
 
     def _found(self) -> list[GpuBags]:
@@ -185,13 +187,9 @@ class ShardedCall(Shareable):
         self._bags = self._found()
         self._recorded.pad()
 
-    def _most(self, found: Sequence[Bags]) -> Most:
-        are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
-        return most_in(are_whole, [bags.counts.numpy() for bags in found])
-
-    def fits(self, most: Most) -> bool:
-        """Whether an exchange of one size takes what a batch asks for."""
-        return self.context.fits(most.ids)
+    def fits(self, most: Sequence[Most]) -> bool:
+        """Whether an exchange of `max_ids` takes what a batch asks for."""
+        return self.context.fits(max(each.ids for each in most))
 
     @property
     def _learns(self) -> bool:
@@ -201,7 +199,7 @@ class ShardedCall(Shareable):
         is_captured = self.row_bound is not None or self._words is not None or context.on_buffers
         return context.recorded is not None and not is_captured
 
-    def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
+    def _ask(self, *, ahead: bool, flag: int) -> list[Request]:
         """What is asked of each shard here."""
         context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
         flag = (0 if ahead else flag) | ALONE * (not context.offers_ahead)
@@ -211,8 +209,8 @@ class ShardedCall(Shareable):
             if (header.flags & PLANNED).any():  # others had a plan, which they now give up
                 continue
             with context.exchange.agreed():
-                self._bound = self._agreed_bound(header)
-            if self._bound is not None or not (header.flags & LATER).any():
+                bounds = self._agreed_bounds(header)
+            if bounds is not None:
                 break
             if self._is_later:  # all need to know how much is asked for
                 try:
@@ -221,61 +219,50 @@ class ShardedCall(Shareable):
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
+        _check_room(bounds, len(header.counts))
         self._told(header.flags)
-        self.announced = context.number
+        self.announced, self._bounds = context.number, bounds
         with context.exchange.agreed():
-            return self._exchanged(header.counts)
+            return self._exchanged([each.samples for each in header.counts])
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
-        context = self.context
-        counts = context.no_counts.copy()
-        counts[:, -1] = self.batch
-        if not self._is_later:
-            np.concatenate([bags.counts.numpy() for bags in self._bags], 1, out=counts[:, :-1])
-        ids, rows = (min(most, MOST_COUNTED) for most in self._asks_for)
-        flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
-        header = context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
+        counts = Counts(self.batch, self._asks_for)
+        flag |= FITS * self._fits | LATER * self._is_later
+        header = self.context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
         _check_alike(header.flags)
         return header
 
-    def _agreed_bound(self, header: Header) -> Bound | None:
-        """Of an exchange of one size, if all that any rank asks for fits one, as far as that is known."""
+    def _agreed_bounds(self, header: Header) -> Bounds | None:
+        """Of the exchange: those that were used before, if they take all that any rank asks for, else of as much as
+        that. None where that is not known yet."""
         context, flags = self.context, header.flags
-        bound = None if context.max_ids is None else Bound(context.max_ids, self.row_bound)
+        of_parts = zip(*(each.most for each in header.counts), strict=True)
+        most = [Most(*map(max, zip(*of_ranks, strict=True))) for of_ranks in of_parts]
+        bounds = None if context.max_ids is None else (Bound(context.max_ids, self.row_bound),) * len(most)
         if context.recorded is not None and self._learns:
-            samples = header.counts[:, -1].tolist()
-            told = flags >> FLAG_BITS
-            most = Most(int((told & MOST_COUNTED).max()), int((told >> MOST_BITS).max()))
-            bound = context.recorded.agreed(self.batch, samples, most)
+            samples = [each.samples for each in header.counts]
+            bounds = context.recorded.agreed(self.batch, samples, most)
             if not self._is_later:
                 context.recorded.note(samples, self._asks_for)
-        return bound if (flags & FITS).all() else None
+        if bounds is not None and (flags & FITS).all():
+            return bounds
+        return None if (flags & LATER).any() else tuple(map(Bound.just, most))
 
-    def _exchanged(self, told: torch.Tensor) -> list[Request | PaddedRequest]:
-        """What is asked of each shard, once the ids have come. `told`: int64 (W, ·), how much all ranks ask for."""
-        context, exchange, bound = self.context, self.context.exchange, self._bound
-        samples = told[:, -1]
-        sizes: list[int] = samples.tolist()
-        if bound is not None and self._recorded is not None:
-            if (self._recorded.samples, self._recorded.bound) == (sizes, bound):
+    def _exchanged(self, samples: list[int]) -> list[Request]:
+        """What is asked of each shard, once the ids have come. `samples`: how many each rank has."""
+        exchange, bounds = self.context.exchange, self._bounds
+        if self._recorded is not None:
+            if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
                 if not self._is_later:
                     self._recorded.pad()
                 self._bags, asked = self._recorded.exchange()
                 return [*asked]
             if self._is_later:  # they are padded for another one
                 self._bags = self._found()
-        requests: list[Request | PaddedRequest]
-        if bound is None:
-            columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
-            its = torch.split(told[:, :-1], columns, 1)  # type: ignore[no-untyped-call]
-            requests = [shard.request(each, samples) for shard, each in zip(context.shards, its, strict=True)]
-        else:
-            by_entry = context.device.type == "cuda"
-            padded = [shard.padded_to(bound.ids) for shard in context.shards]
-            requests = [each.of(sizes, by_entry=by_entry, rows=bound.rows) for each in padded]
-            for bags in self._bags:
-                bags.pad(bound.ids, bound.rows)
+        requests = self.context.requests(samples, bounds)
+        for bags, bound in zip(self._bags, bounds, strict=True):
+            bags.pad(bound)
         messages = [part.message.per_rank for request in requests for part in request.parts]
         came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
         for request, messages_of in zip(requests, self._by_shard(came), strict=True):
@@ -295,7 +282,7 @@ class ShardedCall(Shareable):
             begin += len(shard.parts)
 
     @property
-    def _parts(self) -> list[AskedPart | PaddedPart]:
+    def _parts(self) -> list[RequestPart]:
         """What is asked of this rank, of the parts of all shards."""
         return [part for request in self._requests for part in request.parts]
 
@@ -317,8 +304,7 @@ class ShardedCall(Shareable):
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
         what one has met. `weights`: floats (N,), of the samples here · `is_announced`: whether the others know that it
         has come; else they learn it here, and it returns false, having sent nothing, where not all have planned theirs.
-        What of any rank does not fit, which is known here at the latest, all ask for again, in the sizes that it
-        needs."""
+        What of any rank does not fit, which is known here at the latest, all ask for again, in larger blocks."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
         of_ids = self._weights(weights)
@@ -396,13 +382,12 @@ class ShardedCall(Shareable):
         waits until its ids were found, which was long before what the GPU does now. Raises what is wrong with them."""
         if not self._is_later:
             return False
-        recorded, bound = self.context.recorded, self._bound
+        recorded = self.context.recorded
         assert self._recorded is not None
         assert recorded is not None
-        assert bound is not None
         self._look()
         recorded.note(self._recorded.samples, self._asks_for)
-        fits = bound.takes(self._asks_for)
+        fits = take(self._bounds, self._asks_for)
         if not fits:
             self._look_at_once()
         return not fits
@@ -413,17 +398,15 @@ class ShardedCall(Shareable):
         self.context.recorded.look_at_once()
 
     def _ask_again(self) -> None:
-        """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in the sizes that
-        they need."""
+        """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in larger blocks."""
         self._give_up()
         self._planned, self._calls = [], []
         assert self._given is not None
         try:
-            self._bags = self.context.bags_of(self._given)
+            self._bags = self._of_launches(self._given)
         except Exception as error:
             self.context.announce(Phase.FORWARD, error=error)
             raise
-        self._fits, self._asks_for = False, self._most(self._bags)
         flag = int(self._flags[self.context.exchange.rank]) & (WEIGHTED | GRADIENT | TRAINS)
         self._requests = self._ask(ahead=False, flag=flag)
 
@@ -569,6 +552,16 @@ def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
     if weights is None:
         return TRAINS * trains
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
+
+
+def _check_room(bounds: Bounds, ranks: int) -> None:
+    """Raises `InvalidInputError`, on all ranks, where no exchange takes what one requests."""
+    most, ids = MOST_ENTRIES // ranks, max(bound.ids for bound in bounds)
+    if ids > most:
+        raise InvalidInputError(
+            f"a rank requests {ids} ids of another in tables of one width; with {ranks} ranks that may be {most} at "
+            f"most: split the batch"
+        )
 
 
 def _check_alike(flags: Array) -> None:

@@ -78,9 +78,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     batch, and back a gradient for each occurrence · `capacity`: of each rank · `average`: whether gradients of the
     tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `max_ids`:
     how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
-    held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); a batch
-    of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
-    are, but for eager batches of few sizes on GPUs, for each of which the ranks find a bound · `device`: of this rank;
+    held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); for a
+    batch of more the ranks agree on a larger one, to the same bits, and a warning says how many ids there are. None:
+    the ranks agree on one for each batch, and on GPUs for each number of samples · `device`: of this rank;
     "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
     a rank waits for another, already while it constructs the collection, and before that for its own GPU; by default as
     long as torch does.
@@ -157,7 +157,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if is_alone(exchange):
                 held.append(Held(range(len(config.tables)), config, options, _class_of(optimizer), self._over_ranks))
             else:
-                self._make_shards(held, exchange, plain_config, settings, options, most)
+                self._make_shards(held, exchange, plain_config, settings, options)
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
@@ -206,7 +206,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         config: TableSetConfig,
         settings: Mapping[str, Any],
         options: LookupOptions,
-        max_ids: int | None,
     ) -> None:
         """What this rank holds, of each width, into `made`. A collective: row files of all ranks are one set."""
         rank = exchange.rank
@@ -230,7 +229,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 )  # fmt: skip
                 shard = Shard(
                     self.layout, rank, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
-                    self._over_ranks, max_ids, rows=rows,
+                    self._over_ranks, rows=rows,
                 )  # fmt: skip
                 made.append(shard)
 

@@ -16,9 +16,9 @@ import torch
 
 from tieredemb.errors import PeerError
 from tieredemb.kernels.streams import current_stream
-from tieredemb.sharding.bags import Bags, Finder
+from tieredemb.sharding.bags import Bags, Bounds, Finder, Most
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.header import NO_COURSE, Course, Header, Phase
+from tieredemb.sharding.header import NO_COURSE, Counts, Course, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tieredemb.sharding.call import ReadyGradients, ShardedCall
     from tieredemb.sharding.captures import Captures
     from tieredemb.sharding.recorded_requests import RecordedRequests
+    from tieredemb.sharding.request import Request
     from tieredemb.step.engine import Engine
 
     Array = np.ndarray[Any, Any]
@@ -94,8 +95,8 @@ class ShardedContext:
             self._told_longer = True
             warnings.warn(
                 f"rank {self.exchange.rank} asks another rank for {most} ids of tables of one width, more than "
-                f"max_ids={self.max_ids}: such a step is exchanged in the sizes that it needs, and runs eagerly, on "
-                f"all ranks; pass max_ids={most} or more to have it captured",
+                f"max_ids={self.max_ids}: such a step is exchanged in larger blocks, and runs eagerly, on all ranks; "
+                f"pass max_ids={most} or more to have it captured",
                 stacklevel=2,
             )
         return False
@@ -171,17 +172,18 @@ class ShardedContext:
         self,
         phase: Phase,
         *,
-        counts: Array | None = None,
+        counts: Counts | None = None,
         flag: int = 0,
         error: Exception | None = None,
         meanwhile: Callable[[], object] | None = None,
         updates: bool = False,
     ) -> Header:
-        """All ranks are to do something, of which by default no `counts` are told, or this one has met an `error`,
+        """All ranks are to do something, for which each tells `counts` of its batch, or this one has met an `error`,
         which all then raise. `updates`: an update follows, whose options are known. Waits for a GPU that has
         the scale of a `GradScaler`, before an eager one. See `Exchange.header`."""
         self.number += 1
-        counts = self.no_counts if counts is None else counts
+        if counts is None:
+            counts = self.no_counts
         waits = phase is not Phase.STEP  # no replay waits for the one before
         if updates and waits and self.is_scaled:
             self.wait_for_stream()
@@ -211,7 +213,15 @@ class ShardedContext:
                 done.record(current_stream(self.device.index))
             self.wait_for(done)
 
-    def bags_of(self, batch: Batch) -> Sequence[Bags]:
+    def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
+        """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
+        its = iter(bounds)
+        by_entry = self.device.type == "cuda"
+        return [
+            shard.requests.of(samples, [next(its) for _ in shard.parts], by_entry=by_entry) for shard in self.shards
+        ]
+
+    def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[Most]]:
         """What `find` finds. Waits for the current stream."""
         return self.find(batch, self.wait_for_stream)
 
@@ -232,10 +242,9 @@ class ShardedContext:
             raise
 
     @functools.cached_property
-    def no_counts(self) -> Array:
-        """Of a header that announces nothing to come."""
-        columns = sum(part.columns for shard in self.shards for part in shard.parts)
-        return np.zeros((self.exchange.size, columns + 1), np.int64)
+    def no_counts(self) -> Counts:
+        """Of a header that announces no batch."""
+        return Counts(0, [Most(0, 0)] * sum(len(shard.parts) for shard in self.shards))
 
 
 def with_room(most: int) -> int:

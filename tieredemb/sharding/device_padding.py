@@ -1,4 +1,4 @@
-"""Exchanges of one size on a GPU, of tables that are dealt out: by a few kernels what `padding` and `padded_request` do
+"""Exchanges of one size on a GPU, of tables that are dealt out: by a few kernels what `padding` and `request` do
 by arithmetic of tensors, of which each step is a launch.
 
 Some ninety launches one after the other were what a captured step waited for. Kernels do it where different rows come

@@ -20,9 +20,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,13 +29,9 @@ from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
-from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase, Said
+from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
 from tieredemb.sharding.messages import Messages
 from tieredemb.tables.fingerprint import are_alike
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
 
 FEW = 4  # ranks that send each other headers one by one
 
@@ -101,17 +96,17 @@ class Exchange:
         self,
         phase: Phase,
         number: int,
-        counts: Array,
+        counts: Counts,
         *,
         flag: int = 0,
         error: BaseException | None = None,
         meanwhile: Callable[[], object] | None = None,
         course: Course = NO_COURSE,
     ) -> Header:
-        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K), what it
-        sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
-        something else, or is on another `course`. `meanwhile`: what this rank does before it waits for the others, who
-        take it for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
+        """Tells all ranks what this one is about to do, and for which step, `number`; and `counts` of its batch. Raises
+        on every rank alike where one has met an `error`, or does something else, or is on another `course`.
+        `meanwhile`: what this rank does before it waits for the others, who take it for done: a rank that fails in it
+        leaves the group. Does not wait for a GPU."""
         self._check(error)
         words = [phase, number, error is not None, course.before, course.next, flag]
         with self.agreed():
@@ -120,9 +115,9 @@ class Exchange:
                 told, theirs = self._tell_all(phase, words, counts)
         if error is not None or any(each != told[self.rank] for each in told):
             self._check_told([Said(*each) for each in told], error, course)
-        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
+        return Header([*map(Counts.of, theirs[:, WORDS:].tolist())], theirs[:, WORDS - 1].numpy())
 
-    def wait_for(self, done: torch.cuda.Event, counts: Array) -> None:
+    def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
         """Waits for a GPU, before a header of as many `counts`. It may wait for a rank that has gone: so while it is
         busy for long all ranks tell each other now and then that they are there, those that have something to announce
         by that. Raises `PeerError` where one has gone, or where it takes longer than ranks wait for each other, which
@@ -144,10 +139,10 @@ class Exchange:
                 self._tell_all(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
     def _tell_all(
-        self, phase: Phase, words: Sequence[int], counts: Array, meanwhile: Callable[[], object] | None = None
+        self, phase: Phase, words: Sequence[int], counts: Counts, meanwhile: Callable[[], object] | None = None
     ) -> tuple[list[list[int]], torch.Tensor]:
-        """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words + K).
-        Waits for them."""
+        """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words and
+        counts). Waits for them."""
         self._say(words, counts)
         with self._answered(phase):
             self._send()
@@ -190,16 +185,15 @@ class Exchange:
                 f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
-    def _say(self, words: Sequence[int], counts: Array) -> None:
+    def _say(self, words: Sequence[int], counts: Counts) -> None:
         """Writes each rank's row of `_mine`, which is made once, as are the messages of few ranks."""
+        said = [*words, *counts.words]
         if self._mine is None:
-            self._mine = torch.empty((self.size, counts.shape[1] + WORDS), dtype=torch.int64, device="cpu")
+            self._mine = torch.empty((self.size, len(said)), dtype=torch.int64, device="cpu")
             if self.size <= FEW:
                 self._messages = Messages(self.group, self.rank, self._mine, self.timeout)
                 self._held.append(self._messages)
-        mine = self._mine.numpy()
-        mine[:, :WORDS] = words
-        mine[:, WORDS:] = counts
+        self._mine.numpy()[:] = said
 
     def _send(self) -> None:
         """Sends each rank its row: of few ranks one by one, as gloo hands an exchange of all to a thread, which it then

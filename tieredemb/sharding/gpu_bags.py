@@ -1,7 +1,8 @@
 """The side of a lookup on a GPU where the bags are: the twin of `host_bags`.
 
-Before rows are exchanged the host has to know how many each rank is asked for, or, where exchanges have one size,
-whether they fit. So it waits once for each batch, and learns in the same copy whether an id or an offset is wrong.
+Before ids are exchanged the host has to know how many are requested of any rank at most, or whether they fit a size
+that the ranks know already. So it waits once for each batch, and learns in the same copy whether an id or an offset is
+wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tieredemb.lookup.device_bags import (
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding import device_padding
-from tieredemb.sharding.bags import Most, Part, Wait, most_in
+from tieredemb.sharding.bags import Bound, Most, Part, Wait, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -61,8 +62,8 @@ CELLS = 2  # of an occurrence, to find the first of each row in
 class GpuPart:
     """What bags of one part have in common: the key `space` of its rows, as batches name them, who owns these, and the
     kernels that pool rows which lie as they have come. `columns`: int64 (F·D,), those of the outputs that bags of whole
-    tables come back for, by rank and feature · `holds`: int64 (W, F), 1 where a rank holds a feature's table ·
-    `by_rank`: int64 (F,), the features by the ranks that hold their tables, and how many each has `held`."""
+    tables come back for, by rank and feature · `by_rank`: int64 (F,), the features by the ranks that hold their tables,
+    and how many each has `held`."""
 
     def __init__(self, layout: Layout, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -88,7 +89,6 @@ class GpuPart:
         self.columns = upload((by_rank[:, None] + np.arange(space.width)).ravel())
         self.by_rank = upload(np.argsort(part.owner, kind="stable"))
         self.held = np.bincount(part.owner[part.owner >= 0], minlength=layout.size).tolist()
-        self.holds = upload((part.owner == np.arange(layout.size)[:, None]).astype(np.int64))
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
@@ -96,17 +96,13 @@ class GpuPart:
             device_padding.prepare(device)
 
     def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
-        """The bags, whose `counts`, int64 (W, columns), are added to. `finds_firsts`: whether ids that were asked for
-        before are inverted. Does not synchronise."""
+        """The bags, whose `counts`, int64 (W, 2 F), are added to (`most_in`). `finds_firsts`: whether ids that were
+        asked for before are inverted. Does not synchronise."""
         bags = self._found(batch, words)
         order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_whole)
         if not self.is_whole:
             return GpuBags(self, bags, order, asked, counts)
-        lengths = self._lengths(bags)
-        if batch.size:
-            is_ragged = lengths.amax(1) != lengths.amin(1)
-            counts[:, len(self.owner) :].copy_(self.holds * is_ragged * batch.size)
-        return GpuWholeBags(self, bags, order, asked, counts, lengths)
+        return GpuWholeBags(self, bags, order, asked, counts, self._lengths(bags))
 
     def count(self, batch: Batch, words: FoundWords, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, of ids alone. Does not synchronise."""
@@ -227,50 +223,41 @@ class GpuBags:
     """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, the home of each
     occurrence being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
 
+    asked: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
     grads: list[int]
 
     def __init__(
-        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, counted: torch.Tensor
+        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """`order`, `asked`: int64 (N,), of which `told` says how many are asked for · `counted`: int64 (W, columns),
-        `counts` on the device."""
+        """`order`, `asked`: int64 (N,), by rank, the first ones, as many as `counts` say, int64 (W, 2 F)."""
         self._part, self._bags = part, bags
-        self._order, self.asked, self._rows_asked, self._counted = order, asked, asked, counted
-        self.counts = torch.zeros(counted.shape, dtype=torch.int64, device="cpu")
+        self._order, self._counts = order, counts
+        self.asked = self._rows_asked = asked
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
-    def told(self, counts: torch.Tensor) -> None:
-        """The host knows `counts`."""
-        self.counts = counts
-        ids, more = counts.split(len(self._part.owner), 1)  # type: ignore[no-untyped-call]
-        self.sent = self.ids = self.grads = ids.sum(1).tolist()
-        self.back = more.sum(1).tolist()
-        asked = sum(self.ids)
-        self.asked, self._order = self.asked[:asked], self._order[:asked]
-
-    def pad(self, bound: int, rows: int | None = None) -> None:
-        if rows is None:
+    def pad(self, bound: Bound) -> None:
+        if bound.rows is None:
             self._pad_each(bound)
             return
         features, ranks = len(self._part.owner), self._part.ranks
-        self.ids, self.grads, self.back = [bound] * ranks, [bound] * ranks, [rows] * ranks
-        self.sent = [features + bound] * ranks
+        self.ids, self.grads, self.back = [bound.ids] * ranks, [bound.ids] * ranks, [bound.rows] * ranks
+        self.sent = [features + bound.ids] * ranks
         self._order, self.asked = device_padding.pad_bags(
-            self._counted, features, self._order, self._rows_asked, self._bags.homes, bound=bound, rows=rows
+            self._counts, features, self._order, self._rows_asked, self._bags.homes, bound=bound.ids, rows=bound.rows
         )
 
-    def _pad_each(self, bound: int) -> None:
+    def _pad_each(self, bound: Bound) -> None:
         """The same, where a row comes back for each id, or none does."""
-        counts = self._counted[:, : len(self._part.owner)]
-        padding = Padding(counts.sum(1), bound)
+        counts = self._counts[:, : len(self._part.owner)]
+        padding = Padding(counts.sum(1), bound.ids)
         padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
-        self.ids = self.grads = self.back = [bound] * self._part.ranks
+        self.ids = self.grads = self.back = [bound.ids] * self._part.ranks
         self._send(counts, padding.pad(each_asked(self._rows_asked)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
@@ -335,7 +322,7 @@ class GpuBags:
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counted)
+        held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counts)
         held += (self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
@@ -344,7 +331,7 @@ class GpuBags:
         named = vars(self._bags).items()
         lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
         self._bags, self._order = replace(self._bags, **lying), put(self._order)
-        self.asked = self._rows_asked = self._counted = self._order[:0]  # they are sent
+        self.asked = self._rows_asked = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
         """See `Lasting`."""
@@ -363,26 +350,14 @@ class GpuWholeBags(GpuBags):
         bags: DeviceBags,
         order: torch.Tensor,
         asked: torch.Tensor,
-        counted: torch.Tensor,
+        counts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
         """`lengths`: int64 (F, B), how many ids of each bag are asked for."""
-        super().__init__(part, bags, order, asked, counted)
+        super().__init__(part, bags, order, asked, counts)
         self._lengths = lengths
 
-    def told(self, counts: torch.Tensor) -> None:
-        super().told(counts)
-        owner, ranks = self._part.owner, self._part.ranks
-        self.sent = counts.sum(1).tolist()
-        self.back = self.grads = (np.bincount(owner, minlength=ranks) * self._bags.batch).tolist()
-        is_ragged = counts[:, len(owner) :].sum(0).numpy() > 0
-        if is_ragged.any():
-            pieces = []
-            for rank, ids in enumerate(torch.split(self.asked, self.ids)):  # type: ignore[no-untyped-call]
-                pieces += [ids, *(self._lengths[f] for f in np.flatnonzero(is_ragged & (owner == rank)))]
-            self.asked = torch.cat(pieces)
-
-    def pad(self, bound: int, rows: int | None = None) -> None:
+    def pad(self, bound: Bound) -> None:
         self._pad_each(bound)
 
     def keep_if(self, is_good: torch.Tensor) -> None:
@@ -433,14 +408,14 @@ class GpuFinder:
         self._device = config.device
         with no_inference(), torch.cuda.device(config.device):
             self._parts = [GpuPart(layout, part, config) for part in parts]
-        self._columns = [part.columns for part in parts]
+        self._columns = [2 * len(part.space.features) for part in parts]
         self._spans = [*itertools.pairwise([0, *itertools.accumulate(self._columns)])]
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]
         self._names = [feature_name(feature, table) for feature, table in of]
         self._rows = [table.num_embeddings for _, table in of]
         self._ranks = layout.size
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[GpuBags]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[Most]]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a lookup of several ranks waits for the GPU, to learn how many rows each is asked for, which a CUDA "
@@ -448,13 +423,7 @@ class GpuFinder:
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()
-        self.tell(found, words[words_of("Fault") :].cpu())
-        return found
-
-    def tell(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
-        """The host knows what was `found`: words that tell of it have come to the CPU. Raises as the call."""
-        for bags, counts in zip(found, self._counts_in(words), strict=True):
-            bags.told(torch.from_numpy(counts.copy()))
+        return found, self.most(words[words_of("Fault") :].cpu())
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
@@ -468,8 +437,8 @@ class GpuFinder:
         for bags in found:
             bags.keep_if(good)
 
-    def most(self, words: torch.Tensor) -> Most:
-        return most_in([part.is_whole for part in self._parts], self._counts_in(words))
+    def most(self, words: torch.Tensor) -> list[Most]:
+        return most_in(self._counts_in(words))
 
     def room(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
@@ -478,7 +447,7 @@ class GpuFinder:
     def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
         _, words = self._launch(batch, GpuPart.count)
         wait()
-        return self.most(words[words_of("Fault") :].cpu()).ids
+        return max(most.ids for most in self.most(words[words_of("Fault") :].cpu()))
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""
@@ -498,7 +467,7 @@ class GpuFinder:
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 
     def _counts_in(self, told: torch.Tensor) -> list[Array]:
-        """The counts, of each part, int64 (W, columns), which lie among the words behind the fault, on the CPU. Raises
+        """The counts, of each part, int64 (W, 2 F), which lie among the words behind the fault, on the CPU. Raises
         what these say is wrong."""
         report = words_of("Report")
         error = fault_in(told[:report].tolist(), self._names, self._rows)

@@ -7,16 +7,18 @@ error between.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
+
+from tieredemb.sharding.bags import Most
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-WORDS = 6  # before the counts: those of `Said`, and the flag
+WORDS = 6  # before the `Counts`: those of `Said`, and the flag
 
 
 class Phase(enum.IntEnum):
@@ -89,8 +91,24 @@ class Said(NamedTuple):
     next: int
 
 
-class Header(NamedTuple):
-    """What each rank has announced: `counts`, int64 (W, K), what each sends to this one · `flags`, int64 (W,)."""
+class Counts(NamedTuple):
+    """What a rank says of its batch: how many `samples` it has, and what it requests in each part at `most`."""
 
-    counts: torch.Tensor
+    samples: int
+    most: Sequence[Most]
+
+    @property
+    def words(self) -> list[int]:
+        """All of it; as many in every header."""
+        return [self.samples, *itertools.chain.from_iterable(self.most)]
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> Counts:
+        return cls(words[0], [*map(Most, words[1::2], words[2::2])])
+
+
+class Header(NamedTuple):
+    """What each rank has announced: `counts`, those of each · `flags`, int64 (W,)."""
+
+    counts: list[Counts]
     flags: Array

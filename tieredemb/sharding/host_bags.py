@@ -13,7 +13,7 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.sharding.bags import Bags, Most, Part, Wait
+from tieredemb.sharding.bags import Bags, Bound, Most, Part, Wait, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message
@@ -37,31 +37,38 @@ class HostFinder:
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[Bags]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
         edges = edges_of(batch)
-        return [
+        found = [
             HostWholeBags(part, self._layout.size, batch, edges)
             if part.is_whole
             else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
+        return found, most_in([bags.counts for bags in found])
 
     def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
-        return max(n for bags in self(batch) for n in bags.ids)
+        return max(most.ids for most in self(batch)[1])
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """What is wrong is known at once."""
-        return self(batch), self.room()
+        return self(batch)[0], self.room()
 
-    def most(self, words: torch.Tensor) -> Most:
-        return Most(0, 0)
+    def most(self, words: torch.Tensor) -> list[Most]:
+        return [Most(0, 0)] * len(self._parts)
 
     def room(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class HostBags:
-    """See `Bags`: of tables that are dealt out."""
+    """See `Bags`: of tables that are dealt out. `counts`: see `most_in`."""
+
+    asked: torch.Tensor
+    sent: list[int]
+    ids: list[int]
+    back: list[int]
+    grads: list[int]
 
     def __init__(self, part: Part, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
@@ -75,26 +82,25 @@ class HostBags:
         self._padding: Array | None = None  # which occurrences are sent, and add nothing to their bags
         if part.sends_padding:
             self._padding = bags.keys == part.padding_keys[bags.feature]
-        self.asked = torch.from_numpy(found.asked)
-        self.counts = torch.from_numpy(np.concatenate([found.counts, found.firsts], 1))
-        self.sent = self.ids = self.grads = found.counts.sum(1).tolist()
-        self.back = found.firsts.sum(1).tolist()
+        self._asked = torch.from_numpy(found.asked)
+        self.counts = np.concatenate([found.counts, found.firsts], 1)
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
-    def pad(self, bound: int, rows: int | None = None) -> None:
-        padding, order = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound), self._order
-        homes, asked = torch.from_numpy(self._homes), self.asked
+    def pad(self, bound: Bound) -> None:
+        counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)  # type: ignore[no-untyped-call]
+        padding, order = Padding(counts.sum(1), bound.ids), self._order
+        homes, asked, rows = torch.from_numpy(self._homes), self._asked, bound.rows
         if rows is None:
+            rows = bound.ids
             padding.place(homes, torch.from_numpy(order))
             asked = each_asked(asked)
         else:
-            Padding(torch.tensor(self.back, dtype=torch.int64, device="cpu"), rows).move(homes)
+            Padding(firsts.sum(1), rows).move(homes)
         self._order = padding.pad(torch.from_numpy(order)).numpy()
-        counts = self.counts[:, : len(self.space.features)]
         self.asked, self.sent = message(counts, padding.pad(asked))
-        self.ids = self.grads = [bound] * len(counts)
-        self.back = [bound if rows is None else rows] * len(counts)
+        self.ids = self.grads = [bound.ids] * len(counts)
+        self.back = [rows] * len(counts)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None

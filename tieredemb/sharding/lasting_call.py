@@ -13,10 +13,9 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.bags import Most
+from tieredemb.sharding.bags import Bound, Most
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy
@@ -72,7 +71,8 @@ class LastingCall(ShardedCall):
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
-        if not all(isinstance(each, PaddedRequest) for each in self._requests):
+        own = Bound(cast("int", context.max_ids), self.row_bound)
+        if not all(own.takes(Most(bound.ids, bound.rows or 0)) for bound in self._bounds):
             raise UnsupportedError("a batch of more ids than fit max_ids is exchanged when its forward comes")
         found = list[torch.Tensor]()
 
@@ -97,10 +97,11 @@ class LastingCall(ShardedCall):
         self._use.made()
         self._plans: list[DeviceCall] = []
 
-    def fits(self, most: Most) -> bool:
+    def fits(self, most: Sequence[Most]) -> bool:
         """See `ShardedCall`; and whether there is room for the rows that come back."""
-        self.context.most_rows = max(self.context.most_rows, most.rows)
-        return super().fits(most) and (self.row_bound is None or most.rows <= self.row_bound)
+        rows = max(each.rows for each in most)
+        self.context.most_rows = max(self.context.most_rows, rows)
+        return super().fits(most) and (self.row_bound is None or rows <= self.row_bound)
 
     @property
     def _captures(self) -> Captures:

@@ -1,4 +1,5 @@
-"""Exchanges of one size: what a rank is asked for is padded to a bound, so that no host has to know how much it is.
+"""Exchanges of one size: what a rank is asked for is padded to a bound that all ranks know, so that no host has to know
+how much it is.
 
 Counts travel with the ids, and who gets them finds out on the device where everything lies. Here it is arithmetic of
 tensors, on either kind of device, and waits for nothing: so it fits a CUDA graph. On a GPU kernels do most of it

@@ -5,10 +5,10 @@ Between them is what no eager graph holds: the header by which ranks agree to an
 That size is `max_ids`; where the user names none, it is somewhat more than any rank has requested of another where the
 ranks had as many samples, which all of them know by the headers; and likewise how many different rows come back. The
 host does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before
-rows are sent. A batch that does not fit is requested anew, in the sizes that it needs; one that is wrong requests
-nothing.
+rows are sent. A batch that does not fit is requested anew, in blocks of just the size that it needs; one that is wrong
+requests nothing.
 
-A batch that needs more than the bound, or far less, goes in the sizes that it needs, and changes the bound. After one
+A batch that needs more than the bound, or far less, goes in blocks of just its size, and changes the bound. After one
 that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense optimizers and
 with `max_norm`, the host always looks first. The graphs lie in memory of their own, which a forward has until its
 gradients are exchanged; what an update that is put off reads is copied. Forwards in flight have others.
@@ -17,6 +17,7 @@ gradients are exchanged; what an update that is put off reads is copied. Forward
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.sharding.bags import Bags, Bound, Most
+from tieredemb.sharding.bags import Bound, Bounds, Most
 from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.padding import MOST_ENTRIES
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.sharding.call import ShardedCall
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
-    from tieredemb.sharding.padded_request import PaddedRequest
+    from tieredemb.sharding.request import Request
     from tieredemb.step.batch import Batch
 
 K = TypeVar("K")
@@ -51,7 +52,7 @@ CAREFUL = 16  # forwards that look first, after one that did not fit
 
 class Form(NamedTuple):
     """What the launches depend on. `bags`: those of one length, or how many of the `edges` are given · `samples`: how
-    many each rank has, as far as is known before their headers come · `bound`: of ids that fit. Else see `Batch`."""
+    many each rank has, as far as is known before their headers come · `bounds`: of ids that fit. Else see `Batch`."""
 
     ids: int
     batch: int
@@ -60,7 +61,7 @@ class Form(NamedTuple):
     exact: bool
     places: Places | None
     samples: tuple[int, ...]
-    bound: Bound
+    bounds: Bounds
 
 
 class RecordedRequests:
@@ -70,8 +71,8 @@ class RecordedRequests:
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
-        self._bounds: OrderedDict[tuple[int, ...], Bound] = OrderedDict()
-        self._before: OrderedDict[tuple[int, ...], Most] = OrderedDict()
+        self._bounds: OrderedDict[tuple[int, ...], Bounds] = OrderedDict()
+        self._before: OrderedDict[tuple[int, ...], Sequence[Most]] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
         self._careful = 0  # forwards that are yet to look first
@@ -80,44 +81,49 @@ class RecordedRequests:
         """One that is free, for a batch of a form that has come often enough; None where the batch is to be found by
         launches."""
         samples = self._samples.get(batch.size)
-        bound = None if samples is None else self._bounds.get(samples)
-        if samples is None or bound is None or not self._takes(batch):
+        bounds = None if samples is None else self._bounds.get(samples)
+        if samples is None or bounds is None or not self._takes(batch):
             return None
         bags = batch.offsets if isinstance(batch.offsets, EqualBags) else batch.offsets.shape[0]
-        form = Form(len(batch.ids), batch.size, batch.edges, bags, batch.exact, batch.places, samples, bound)
+        form = Form(len(batch.ids), batch.size, batch.edges, bags, batch.exact, batch.places, samples, bounds)
         found = self._recorder.find(form)
         if found is not None:
             return found
         cache = cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache)
-        make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bound)
+        make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
-    def agreed(self, size: int, samples: Sequence[int], most: Most) -> Bound | None:
+    def agreed(self, size: int, samples: Sequence[int], most: Sequence[Most]) -> Bounds | None:
         """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
-        more than `most` of another. Returns the bound of an exchange of one size, if they fit and it is not far too
-        large. All ranks find the same."""
+        more than `most` of another in each part. Returns the bounds of an exchange of one size, if they fit and these
+        are not far too large. All ranks find the same."""
         its, given = tuple(samples), self._context.max_ids
         _put(self._samples, size, its)
-        if given is not None and most.ids > given:
+        if given is not None and max(each.ids for each in most) > given:
             return None
-        room = given or min(with_room(most.ids), MOST_ENTRIES // len(its))
-        rows = min(with_room(most.rows), room)
-        bound = self._bounds.get(its)
-        if bound is not None and bound.takes(most) and bound.ids <= LOOSE * room and (bound.rows or 0) <= LOOSE * rows:
-            _put(self._bounds, its, bound)
-            return bound
-        wanted = Bound(room, rows)
+        known = self._bounds.get(its, ())
+        wanted = tuple(self._wanted(each, len(its), bound) for each, bound in itertools.zip_longest(most, known))
         _put(self._bounds, its, wanted)
+        if wanted == known:
+            return known
         self._recorder.drop(
-            lambda form: form.samples == its and form.bound != wanted
+            lambda form: form.samples == its and form.bounds != wanted
         )  # a forward that has one keeps it
-        return None if given is None else Bound(given, None)
+        return None if given is None else (Bound(given, None),) * len(most)
 
-    def before(self, samples: Sequence[int]) -> Most:
-        """What this rank has requested of another last, where the ranks had as many `samples`."""
-        return self._before.get(tuple(samples), Most(0, 0))
+    def _wanted(self, most: Most, ranks: int, known: Bound | None) -> Bound:
+        """That of one part: the one that is `known`, if it takes `most` and is not far too large."""
+        room = self._context.max_ids or min(with_room(most.ids), MOST_ENTRIES // ranks)
+        rows = min(with_room(most.rows), room)
+        if known is not None and known.takes(most) and known.ids <= LOOSE * room and (known.rows or 0) <= LOOSE * rows:
+            return known
+        return Bound(room, rows)
 
-    def note(self, samples: Sequence[int], most: Most) -> None:
+    def before(self, samples: Sequence[int]) -> Sequence[Most]:
+        """What this rank has requested of another last in each part, where the ranks had as many `samples`."""
+        return self._before.get(tuple(samples)) or self._context.no_counts.most
+
+    def note(self, samples: Sequence[int], most: Sequence[Most]) -> None:
         """It requests so much now."""
         _put(self._before, tuple(samples), most)
 
@@ -142,8 +148,6 @@ class RecordedRequests:
             return False
         if torch.cuda.is_current_stream_capturing() or not can_record():
             return False
-        if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
-            return False  # recorded plans of the sizes that they need pool bags at once
         # plans are made on the stream of the forward, but where rows pass through the host
         return not context.stages_rows
 
@@ -166,12 +170,12 @@ class RecordedRequest:
         finder: GpuFinder,
         batch: Batch,
         samples: Sequence[int],
-        bound: Bound,
+        bounds: Bounds,
     ) -> None:
         """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
         that does. `cache`: which accounts for its memory."""
         device, exchange = context.device, context.exchange
-        self.samples, self.bound = list(samples), bound
+        self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._by: weakref.ref[ShardedCall] | None = None
         self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
@@ -186,9 +190,7 @@ class RecordedRequest:
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
             still = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
-            self._requests: list[PaddedRequest] = [
-                shard.padded_to(bound.ids).of(self.samples, by_entry=True, rows=bound.rows) for shard in context.shards
-            ]
+            self._requests: list[Request] = context.requests(self.samples, bounds)
             per_rank = [part.message.per_rank for request in self._requests for part in request.parts]
             self._per_rank = [sum(its) for its in zip(*per_rank, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
@@ -201,8 +203,8 @@ class RecordedRequest:
 
             def pad() -> None:
                 self._padded = [bags.rebind() for bags in self._found]
-                for bags in self._padded:
-                    bags.pad(bound.ids, bound.rows)
+                for bags, bound in zip(self._padded, bounds, strict=True):
+                    bags.pad(bound)
                 self._given, self._sent = exchange.packed(
                     [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
                 )
@@ -243,14 +245,10 @@ class RecordedRequest:
             self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
-    def look(self) -> Most:
-        """What the bags request. Raises what is wrong with them. Waits until they were found."""
+    def look(self) -> list[Most]:
+        """What the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
         return self._finder.most(self._words)
-
-    def notify(self, bags: Sequence[Bags]) -> None:
-        """The host has looked: these `bags` are to be sent as they were found."""
-        self._finder.tell(cast("Sequence[GpuBags]", bags), self._words)
 
     def pad(self) -> None:
         """Behind `find`: makes what was found a message of one size, and no other. Does not synchronise."""
@@ -258,7 +256,7 @@ class RecordedRequest:
             self._pad.replay([])
             self.used()
 
-    def exchange(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
+    def exchange(self) -> tuple[list[GpuBags], list[Request]]:
         """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what is
         requested of this rank. Does not synchronise, by NCCL."""
         exchange = self._exchange

@@ -1,25 +1,34 @@
-"""What all ranks ask of one in the tables of one width: one batch, of rows of tables that are dealt out, and of bags of
-those that the rank holds whole. So there is one plan of it, and one update.
+"""What all ranks request of one in the tables of one width: one batch, of rows of tables that are dealt out, and of
+bags of those that the rank holds whole. So there is one plan of it, and one update.
 
-The ids of all ranks are one batch feature by feature, and within a feature rank by rank: the order that one process
-would have. Rows of its output are single rows, or pooled bags (`step.stack`). So an owner's update is that of one
-process, bit for bit.
+Messages are blocks of one size, of which the host knows the samples of each rank and nothing else. The ids of all ranks
+are put into the order that one process would have, feature by feature and in these rank by rank, and where each feature
+ends stands on the device. So an owner's update is that of one process, bit for bit. What is left at the end of their
+room is in no bag. On a CPU, where the tables' own host computes, there is room for no more ids than came.
+
+Rows of the output are single rows, or pooled bags (`step.stack`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from tieredemb.config import Mode
-from tieredemb.sharding.asked import AskedPart, spans, uploaded
-from tieredemb.step.batch import Batch
+from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.device_padding import join_messages
+from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
+from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
+from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
+
+_NUMBERS = itertools.count()
 
 
 class Kind(NamedTuple):
@@ -30,77 +39,222 @@ class Kind(NamedTuple):
     mode: Mode | None
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """How many values go to each rank, or come from it."""
+
+    per_rank: list[int]
+
+
+@dataclass(frozen=True)
+class RequestPart:
+    """What is requested of the tables of one part. `held`: how many of its features this rank pools · `message`: what
+    comes of it · `answer`: what goes back, rows, or of whole tables one of each bag · `grads`: what comes in the
+    backward, one of each entry, or of each bag · `order`: a value for each entry."""
+
+    is_whole: bool
+    held: int
+    message: Exchanged
+    answer: Exchanged
+    grads: Exchanged
+    order: Exchanged
+
+
+class Requests:
+    """What those of one width have in common. `kinds`: of the features, in their order."""
+
+    def __init__(
+        self, parts: Sequence[Part], kinds: Sequence[Kind], rank: int, ranks: int, device: torch.device
+    ) -> None:
+        self.parts, self.kinds = list(parts), list(kinds)
+        self.ranks, self.device = ranks, device
+        self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
+        self.held = [int((part.owner == rank).sum()) for part in parts]
+        firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
+        numbers = [itertools.count() for _ in parts]
+        within = [next(numbers[kind.part]) for kind in kinds]
+        # of each feature its place among those of all parts, and whether this rank pools it
+        order = [int(firsts[kind.part]) + k for kind, k in zip(kinds, within, strict=True)]
+        self.is_held = [bool(parts[kind.part].owner[k] == rank) for kind, k in zip(kinds, within, strict=True)]
+        self.order = torch.tensor(order, dtype=torch.int64, device=device)
+        held = [f for f, is_held in enumerate(self.is_held) if is_held]
+        self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
+
+    def of(self, samples: Sequence[int], bounds: Sequence[Bound], *, by_entry: bool = False) -> Request:
+        """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`. `by_entry`: whether the
+        rows of ids lie as their gradients will come, which so need not be put into the order of the ids: on a GPU."""
+        return Request(self, samples, bounds, by_entry=by_entry)
+
+
 class Request:
-    """Of one width. `parts`: what is asked of each part · `batch`: what this rank looks up, once it has come
+    """That of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once it has come
     (`take`)."""
 
     batch: Batch
-    keeps_gradients = False  # as they come: they are put into the order of the ids
 
-    def __init__(self, parts: Sequence[AskedPart], kinds: Sequence[Kind], device: torch.device) -> None:
-        """`kinds`: of the features, in their order."""
-        self.parts, self._kinds, self._device = list(parts), kinds, device
-        self._pieces: list[tuple[int, int, int]] = []  # ids of neighbouring features: the part, the first, the end
+    def __init__(self, requests: Requests, samples: Sequence[int], bounds: Sequence[Bound], *, by_entry: bool) -> None:
+        self._all, self._samples, self._by_entry, self._bounds = requests, list(samples), by_entry, bounds
+        self._entries = [requests.ranks * bound.ids for bound in bounds]
+        self.parts = []
+        for part, held, bound in zip(requests.parts, requests.held, bounds, strict=True):
+            ids = Exchanged([bound.ids] * requests.ranks)
+            back = ids if bound.rows is None else Exchanged([bound.rows] * requests.ranks)
+            sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
+            bags = Exchanged([held * each for each in samples])
+            answer, grads = (bags, bags) if part.is_whole else (back, ids)
+            self.parts.append(RequestPart(part.is_whole, held, Exchanged(sizes), answer, grads, ids))
         self._weights: torch.Tensor | None = None
+        self._picks: torch.Tensor | None = None  # of which ids the rows go back, where nothing is pooled
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
-        """What is asked has come, of each part. Does not synchronise."""
-        for part, message in zip(self.parts, came, strict=True):
-            part.take(message)
-        runs, ends = self._runs()
-        ids = self._joined([part.ids for part in self.parts])
-        stack = self._stack(runs) if any(part.is_whole for part in self.parts) else None
-        self._edges = edges = uploaded(np.array(ends, np.int64), self._device)
-        self.batch = Batch(ids, edges, len(edges), True, 1, None, (ids, edges), stack=stack)
+        """The messages have come, of each part. Does not synchronise."""
+        if self.keeps_gradients and self._all.device.type == "cuda":
+            self._join(came[0])
+            return
+        each = [
+            read(values, len(part.space.features), bound.ids, held, self._samples)
+            for values, part, held, bound in zip(came, self._all.parts, self._all.held, self._bounds, strict=True)
+        ]
+        self._ends = edges = self._place(each)
+        ids = torch.cat([its.ids for its in each])
+        self._goes: torch.Tensor | None = None  # where rows of the entries go among those that come back
+        if not all(part.is_whole for part in self.parts):
+            dealt, rows = each[self._dealt], self._bounds[self._dealt].rows
+            if rows is not None:
+                ids, self._goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
+        ids, stack = ids.index_select(0, self._joined), None
+        if self._by_entry or any(part.is_whole for part in self.parts):
+            lengths = [its.lengths for its in each if its.lengths is not None]
+            stack = self._stack(edges, lengths[0] if lengths else None)
+        self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
+        self._picks = self._picked(0) if stack is None else None
 
-    def _runs(self) -> tuple[list[Run], list[int]]:
-        """Neighbouring features whose bags are pooled alike, and where the ids of each feature begin and end."""
-        runs, ends, done = [], [0], [0] * len(self.parts)
-        for kind, its in itertools.groupby(self._kinds):
-            part, start = self.parts[kind.part], done[kind.part]
-            stop = done[kind.part] = start + len(list(its))
-            first, last = part.ends[start], part.ends[stop]
-            low, high, shift = part.grads.ends[start], part.grads.ends[stop], ends[-1] - first
-            if kind.mode is not None and low < high:
-                edges = part.edges[low : high + 1] + shift if shift else part.edges[low : high + 1]
-                runs.append(Run((first + shift, last + shift), (low, high), kind.mode, edges))
-            self._pieces.append((kind.part, first, last))
-            ends += [shift + end for end in part.ends[start + 1 : stop + 1]]
-        return runs, ends
+    def _join(self, came: torch.Tensor) -> None:
+        """The same of one part that is dealt out, by kernels."""
+        (part,), ranks, ((bound, rows),) = self._all.parts, self._all.ranks, self._bounds
+        its = join_messages(came, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
+        self._ends, self._joined, self._entry, self._goes = its.edges, its.joined, [its.entry], None
+        stack = Stack([], its.row, 0, self._entries[0], its.picked)
+        self.batch = Batch(its.ids, its.edges, len(its.edges), False, 1, None, (its.ids, its.edges), stack=stack)
+
+    def _place(self, came: Sequence[Came]) -> torch.Tensor:
+        """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
+        ranks, counts, firsts = self._all.ranks, [], []
+        starts = [0, *itertools.accumulate(self._entries)]
+        rank = torch.arange(ranks, device=self._all.device)[:, None]
+        for its, bound, start in zip(came, self._bounds, starts, strict=False):
+            counts.append(its.counts)
+            firsts.append(torch.cumsum(its.counts, 1) - its.counts + rank * bound.ids + start)
+        order = self._all.order
+        count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
+        first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
+        ends = torch.cumsum(count, 0)
+        room = starts[-1]
+        if self._all.knows_ends:
+            room = int(ends[-1])
+        number = torch.arange(room, device=self._all.device)
+        piece = torch.searchsorted(ends, number, right=True)
+        is_id = piece < len(ends)
+        piece.clamp_(max=len(ends) - 1)
+        joined = (first - ends + count)[piece] + number
+        # of each part the entries of its ids; those of others, and what lies behind the last id, have none
+        self._entry = [
+            torch.where(is_id & (joined >= start) & (joined < stop), joined - start, stop - start)
+            for start, stop in itertools.pairwise(starts)
+        ]
+        self._joined = joined.clamp_(max=starts[-1] - 1)
+        return torch.cat([ends[:1] * 0, ends[ranks - 1 :: ranks]])
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether that of its output is what comes of its one part, as it comes."""
+        return self._by_entry and len(self.parts) == 1 and not self.parts[0].is_whole
 
     @property
     def _bags(self) -> int:
         """How many rows of the output are of bags."""
-        return sum(part.grads.ends[-1] for part in self.parts if part.is_whole)
+        return sum(part.held for part in self.parts) * sum(self._samples)
 
-    def _stack(self, runs: list[Run]) -> Stack:
-        row = []
-        for part in self.parts:
-            numbers = torch.arange(part.grads.ends[-1], dtype=torch.int32, device=self._device)
-            if not part.has_ones:
-                numbers = torch.repeat_interleave(numbers, part.edges.diff(), output_size=part.ends[-1])
-            row.append(numbers if part.is_whole else numbers + self._bags)
-        rows = sum(part.grads.ends[-1] for part in self.parts)
-        is_plain = all(part.is_whole and part.has_ones for part in self.parts)
-        is_plain = is_plain and all(run.mode == "sum" for run in runs)
-        return Stack(runs, self._joined(row), self._bags, rows, self._picked(), is_plain)
+    @property
+    def _whole(self) -> int:
+        """The part whose bags are pooled here, and `_dealt`: the other one; as far as there are any."""
+        return next(number for number, part in enumerate(self.parts) if part.is_whole)
 
-    def _picked(self) -> torch.Tensor:
-        """Which of all ids have the rows that go back one by one, in the order in which they do."""
-        for number, part in enumerate(self.parts):
-            if not part.is_whole:
-                lengths = np.array([last - first for _, first, last in self._pieces], np.int64)
-                starts, its = np.cumsum(lengths) - lengths, [p == number for p, _, _ in self._pieces]
-                return spans(starts[its], lengths[its], self._device)[part.picked]
-        return torch.empty(0, dtype=torch.int64, device=self._device)
+    @property
+    def _dealt(self) -> int:
+        return next(number for number, part in enumerate(self.parts) if not part.is_whole)
 
-    def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Values of the ids of each part, feature by feature, in the order of all features."""
-        return values[0] if len(values) == 1 else torch.cat([values[p][first:last] for p, first, last in self._pieces])
+    def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None) -> Stack:
+        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for."""
+        bags, room, all_of = self._bags, len(self._joined), self._all
+        has_rows, rows = any(not part.is_whole for part in self.parts), 1
+        if not has_rows:
+            number = edges.new_full((room,), bags)
+        elif self._by_entry:  # those of nobody have some
+            rows = self._entries[self._dealt]
+            number = self._entry[self._dealt].clamp(max=rows - 1) + bags
+        else:
+            number, rows = torch.arange(room, device=all_of.device) + bags, room
+        runs, starts = [], edges[:0]
+        if lengths is not None and bags:
+            firsts = edges.index_select(0, all_of.held_features)
+            ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
+            starts = torch.minimum(firsts[:, None] + torch.cumsum(lengths, 1) - lengths, ends[:, None])
+            runs = self._runs(edges, starts)
+            starts = starts.view(-1)
+            bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
+            number = torch.where(self._entry[self._whole] < self._entries[self._whole], bag, number)
+        picked = self._picked(self._dealt) if has_rows else edges[:0]
+        return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
-    def _filled(self, number: int, values: torch.Tensor) -> list[torch.Tensor]:
-        """Of each part what it multiplies by: `values` in that of this number, ones in others."""
-        return [values if p == number else values.new_ones(part.ends[-1]) for p, part in enumerate(self.parts)]
+    def _picked(self, number: int) -> torch.Tensor:
+        """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
+        where there are no ids."""
+        goes, entry = self._goes, self._entry[number]
+        if goes is not None:  # nobody's goes behind them all
+            entry = torch.cat([goes, goes.new_full((1,), self._back)]).index_select(0, entry)
+        picked = self._joined.new_zeros(self._back + 1)
+        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._all.device))
+        return picked[:-1] if len(self._joined) else picked[:0]
+
+    @property
+    def _back(self) -> int:
+        """How many rows go back in all."""
+        rows = self._bounds[self._dealt].rows
+        return self._entries[self._dealt] if rows is None else self._all.ranks * rows
+
+    def _answer(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
+        """Those that go back, of `rows` that were picked, unless they have gone."""
+        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((self._back, rows.shape[1]))
+
+    def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
+        """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
+        runs, feature, done = [], 0, 0
+        for kind, its in itertools.groupby(self._all.kinds):
+            count = len(list(its))
+            held = sum(self._all.is_held[feature : feature + count])
+            feature += count
+            if held and kind.mode is not None:
+                its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
+                rows = done * starts.shape[1], (done + held) * starts.shape[1]
+                runs.append(Run((0, len(self._joined)), rows, kind.mode, its_edges))
+                done += held
+        return runs
+
+    def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Of the `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of others get
+        some."""
+        return values.index_select(0, self._entry[number].clamp(max=self._entries[number] - 1))
+
+    def _scattered(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """The other way round: those of a part, of `values` of all ids."""
+        out = values.new_empty((self._entries[number] + 1, *values.shape[1:]))
+        out.index_copy_(0, self._entry[number][: len(values)], values)
+        return out[:-1]
+
+    def _filled(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Of all ids what they multiply by: `values` of the entries of a part, ones for ids of others."""
+        return torch.where(self._entry[number] < self._entries[number], self._gathered(number, values), 1.0)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -108,46 +262,82 @@ class Request:
         self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
-        ids that are pooled is asked for, those rows, too, (N, D). `weights`: float32 (N,), rank by rank, of those ids,
-        where they are given."""
-        if self.batch.stack is None:
-            (part,) = self.parts
-            return [call.pick(part.picked)], [None]
+        ids that are pooled is asked for, those rows, too, (W · bound, D). `weights`: float32 (W · bound,), of the
+        entries of those ids, where they are given."""
+        if self._picks is not None:
+            return [self._answer(call, call.pick(self._picks))], [None]
         for number, its in enumerate(weights):
             if its is not None:
-                self._weights = self._joined(self._filled(number, self.parts[number].order.by_feature(its)))
+                self._weights = self._filled(number, its)
+        every = every and any(part.is_whole for part in self.parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
-        answers = [part.answer.by_rank(found.bags) if part.is_whole else found.rows for part in self.parts]
-        return answers, [self._every(number, found.every) for number in range(len(self.parts))]
+        answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
+        for number, part in enumerate(self.parts):
+            if part.is_whole:
+                answers.append(self._by_rank(found.bags, part.held))
+                all_rows.append(None if found.every is None else self._scattered(number, found.every))
+            else:
+                answers.append(self._answer(call, found.rows))
+                all_rows.append(None)
+        return answers, all_rows
 
-    def _every(self, number: int, rows: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the `rows` of all ids those of a part that pools, rank by rank."""
-        part = self.parts[number]
-        if rows is None or not part.is_whole:
-            return None
-        pieces, begin = [], 0
-        for p, first, last in self._pieces:
-            if p == number:
-                pieces.append(rows[begin : begin + last - first])
-            begin += last - first
-        return part.order.by_rank(torch.cat(pieces))
+    def _by_rank(self, bags: torch.Tensor, features: int) -> torch.Tensor:
+        """Values of bags, (K, D), by rank; they lie feature by feature, and in these rank by rank."""
+        by_feature = bags.view(features, sum(self._samples), bags.shape[1])
+        pieces = torch.split(by_feature, self._samples, 1)  # type: ignore[no-untyped-call]
+        return torch.cat([piece.reshape(-1, bags.shape[1]) for piece in pieces])
+
+    def _by_feature(self, bags: torch.Tensor, features: int) -> torch.Tensor:
+        """The other way round."""
+        pieces = torch.split(bags, [features * each for each in self._samples])  # type: ignore[no-untyped-call]
+        its = zip(pieces, self._samples, strict=True)
+        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1).view(-1, bags.shape[1])
 
     def gradient(self, call: Call, came: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """That of the output of `call`, float32 (·, D), of what came of each part, rank by rank: gradients (·, D), and
-        where they are multiplied by something that, float32 (N,)."""
-        parts = list(zip(self.parts, came, strict=True))
-        for number, (part, (_, *scale)) in enumerate(parts):
+        where they are multiplied by something that, float32 (W · bound,)."""
+        bags, rows = list[torch.Tensor](), list[torch.Tensor]()
+        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, came, strict=True)):
             for each in scale:
-                filled = self._joined(self._filled(number, part.order.by_feature(each)))
+                filled = self._filled(number, each)
                 call.weigh(filled if self._weights is None else filled * self._weights)
-        # bags lie before single rows
-        parts.sort(key=lambda each: not each[0].is_whole)
-        grads = [part.grads.by_feature(grad) for part, (grad, *_) in parts]
-        return grads[0] if len(grads) == 1 else torch.cat(grads)
+            if part.is_whole:
+                bags.append(self._by_feature(grad, part.held))
+            else:
+                rows.append(grad if self._by_entry else self._gathered(number, grad))
+        if bags and not rows:
+            rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
+        return rows[0] if not bags else torch.cat([*bags, *rows])
+
+    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Lasting`; behind `take`, on a GPU."""
+        self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
+        ids, stack = put(self.batch.ids), self.batch.stack
+        if stack is not None:
+            runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
+            stack = replace(stack, runs=runs, row=put(stack.row), picked=put(stack.picked))
+        self._goes = None  # all are picked
+        self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
+
+    def rebind(self) -> Request:
+        """See `Lasting`."""
+        request = shallow_copy(self)
+        request._weights = None
+        return request
+
+    def apart(self) -> Request:
+        """As `rebind`, for a forward whose update may be put off until another has come: what that reads lies apart.
+        Its ids are told from those of another, which lie where these do."""
+        request, stack = self.rebind(), self.batch.stack
+        if stack is not None:
+            runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
+            stack = replace(stack, runs=runs, row=stack.row.clone())
+        given = (self.batch.ids, self._ends, next(_NUMBERS))
+        request.batch = self.batch._replace(given=cast("Given", given), stack=stack)
+        return request
 
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
-        of_parts = [tensor for part in self.parts for tensor in part.tensors()]
         stack = self.batch.stack
-        weights = [] if self._weights is None else [self._weights]
-        return [*of_parts, *weights, self.batch.ids, self._edges, *(() if stack is None else stack.tensors())]
+        some = [each for each in (self._weights, self._picks) if each is not None]
+        return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]

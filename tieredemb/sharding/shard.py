@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tieredemb.cache.base import PlanKind
 from tieredemb.config import Normal, TableConfig
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padded_request import PaddedRequest, PaddedRequests
-from tieredemb.sharding.request import Kind, Request
+from tieredemb.sharding.request import Kind, Request, Requests
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
@@ -71,7 +67,8 @@ class Held:
 
 class Shard(Held):
     """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any."""
+    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any ·
+    `requests`: what others request of them."""
 
     def __init__(
         self,
@@ -83,48 +80,27 @@ class Shard(Held):
         options: LookupOptions,
         optimizer: Optimizer,
         over_ranks: OverRanks,
-        max_ids: int | None = None,
         *,
         rows: RowOpener,
     ) -> None:
         super().__init__(tables, config, options, optimizer, over_ranks, rows)
         self.space = KeySpace(layout.tables, self.tables, list(columns))
-
-        self._rank, self._device = rank, config.device
         columns = list(columns)
         kinds = [[t for t in self.tables if layout.owner[t] < 0], [t for t in self.tables if layout.owner[t] >= 0]]
         spaces = [KeySpace(layout.tables, its, columns) for its in kinds if its]
         self.parts = [Part(space, layout.owner[space.tables[space.table]], options.plans_padding) for space in spaces]
         part_of = {int(t): number for number, part in enumerate(self.parts) for t in part.space.tables}
         of = [layout.tables[t] for t in self.space.tables[self.space.table]]
-        self._kinds = [
+        features = [
             Kind(part_of[int(t)], table.mode if layout.owner[t] >= 0 else None)
             for t, table in zip(self.space.tables[self.space.table], of, strict=True)
         ]
-        self._ranks = layout.size
-        self._padded: PaddedRequests | None = None
-        if max_ids is not None:
-            self.padded_to(max_ids)
-
-    def padded_to(self, bound: int) -> PaddedRequests:
-        """Requests of at most as many ids of each rank in a part."""
-        if self._padded is None or self._padded.bound != bound:
-            self._padded = PaddedRequests(self.parts, self._kinds, self._rank, self._ranks, bound, self._device)
-        return self._padded
-
-    def request(self, counts: torch.Tensor, samples: torch.Tensor) -> Request:
-        """What is asked of this rank: `counts`, int64 (W, columns), of its parts one after the other · `samples`: int64
-        (W,), how many each rank has."""
-        each = torch.split(counts, [part.columns for part in self.parts], 1)  # type: ignore[no-untyped-call]
-        asked = [
-            AskedPart(part, its, samples, self._rank, self._device) for part, its in zip(self.parts, each, strict=True)
-        ]
-        return Request(asked, self._kinds, self._device)
+        self.requests = Requests(self.parts, features, rank, layout.size, config.device)
 
     def plan_ahead(
         self,
         executor: PlanExecutor,
-        request: Request | PaddedRequest,
+        request: Request,
         kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Planned:
@@ -132,6 +108,6 @@ class Shard(Held):
         batch = request.batch
         return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, kind, memory)
 
-    def begin(self, request: Request | PaddedRequest, **how: Any) -> Call:
+    def begin(self, request: Request, **how: Any) -> Call:
         """The call of a batch of all ranks; `how`: see `Engine.begin`. May raise what a cache does."""
         return self.engine.begin(request.batch, self.context, **how)

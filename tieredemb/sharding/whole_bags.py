@@ -11,7 +11,7 @@ from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
-from tieredemb.sharding.bags import Part
+from tieredemb.sharding.bags import Bound, Part
 from tieredemb.sharding.padding import Padding, message
 from tieredemb.step.batch import Batch
 
@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 
 
 class HostWholeBags:
-    """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up."""
+    """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up.
+    `counts`: see `most_in`; no id is inverted."""
+
+    asked: torch.Tensor
+    sent: list[int]
+    ids: list[int]
 
     def __init__(self, part: Part, ranks: int, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
         space, owner = part.space, part.owner
-        self.space, self.batch, self._owner = space, batch.size, owner
+        self.space, self.batch = space, batch.size
         self._bags = bags = make_bags(
             batch.ids.numpy(),
             edges,
@@ -39,36 +44,26 @@ class HostWholeBags:
         ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(kept)])[bags.offsets]
         self._order = np.argsort(owner, kind="stable")  # of features, by rank
         lengths = np.diff(ends).reshape(len(owner), batch.size)
-        is_ragged = lengths.min(1, initial=np.iinfo(np.int64).max) < lengths.max(1, initial=0)
         starts = ends[:: batch.size][: len(owner)] if batch.size else np.zeros(len(owner), np.int64)
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
-        rows = self._those_kept(bags.keys - space.first[bags.feature])
-        counts = np.zeros((ranks, 2, len(owner)), np.int64)
-        counts[owner, 0, np.arange(len(owner))] = lengths.sum(1)
-        counts[owner, 1, np.arange(len(owner))] = is_ragged * batch.size
-        self.counts = torch.from_numpy(counts.reshape(ranks, -1))
-        self.sent, self.ids = counts.sum((1, 2)).tolist(), counts[:, 0].sum(1).tolist()
-        self.back = self.grads = (np.bincount(owner, minlength=ranks) * batch.size).tolist()
-        asked = []
-        for rank in range(ranks):
-            its = np.flatnonzero(owner == rank)
-            asked += [rows[self._ranges[f]] for f in its] + [lengths[f] for f in its if is_ragged[f]]
-        self.asked = torch.from_numpy(np.concatenate(asked))
-        self._asked_rows, self._lengths = rows, lengths
-        self._padding: Padding | None = None
+        self.counts = np.zeros((ranks, 2 * len(owner)), np.int64)
+        self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
+        self._held = np.bincount(owner, minlength=ranks).tolist()
+        self.back = self.grads = [features * batch.size for features in self._held]
+        self._asked_rows, self._lengths = self._those_kept(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
     def _those_kept(self, values: Array) -> Array:
         """Of values of all occurrences those that are looked up."""
         return values if self._kept is None else values[self._kept]
 
-    def pad(self, bound: int, rows: int | None = None) -> None:
-        self._padding = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound)
+    def pad(self, bound: Bound) -> None:
+        counts = torch.from_numpy(self.counts[:, : len(self._order)])
+        self._padding = Padding(counts.sum(1), bound.ids)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
         lengths = torch.from_numpy(self._lengths[self._order])
-        self.ids = [bound] * len(self.ids)
-        held = np.bincount(self._owner, minlength=len(self.ids)).tolist()
-        self.asked, self.sent = message(self.counts[:, : len(self._owner)], ids, lengths, held)
+        self.ids = [bound.ids] * len(counts)
+        self.asked, self.sent = message(counts, ids, lengths, self._held)
 
     def _by_rank(self, values: Array) -> Array:
         """Of values of those occurrences that are looked up those by rank."""
@@ -78,13 +73,11 @@ class HostWholeBags:
         position = self._bags.position
         array = weights.detach().to(torch.float32).contiguous().numpy()
         array = self._those_kept(array[: len(self._bags.keys)] if position is None else array[position])
-        sent = torch.from_numpy(self._by_rank(array))
-        return sent if self._padding is None else self._padding.pad(sent)
+        return self._padding.pad(torch.from_numpy(self._by_rank(array)))
 
     def keep(self, every: torch.Tensor) -> None:
-        if self._padding is not None:
-            every = every[self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))]
-        self._rows = carrier_view(every)
+        entries = self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))
+        self._rows = carrier_view(every[entries])
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool

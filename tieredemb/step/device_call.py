@@ -211,7 +211,7 @@ class DeviceCall(Call):
             self._find_its_bags(g, group, ids, edges)
         if memory.own_bag is not None:
             (bags,) = memory.bags
-            if self.stack is None or self.stack.is_plain:
+            if self.stack is None:
                 number_one_by_one(bags, memory.own_bag)
             else:
                 number_below(bags, memory.own_bag, self.stack.row, self.stack.rows)
@@ -390,14 +390,6 @@ class DeviceCall(Call):
         (part,), stack, config = self.parts, self.stack, self.context.tables.config
         assert stack is not None
         part.stack = stack
-        if stack.is_plain and weights is None and not all_rows:
-            bags = self.pool(None, differentiable=differentiable)
-            return StackRows(bags.to(dtype), bags[:0], None)
-        if self.pooled is not None or self.source is not None:  # of a recorded plan, which has not known of weights
-            self.pooled = self.source = None
-            self.record_stream()
-            if self.reports_later:
-                self._report_now()
         width, device = self.context.tables.output_width, config.device
         bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
         rows = self._picked(stack.picked)

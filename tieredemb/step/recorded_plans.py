@@ -61,8 +61,8 @@ MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording 
 class Form(NamedTuple):
     """What the launches of a plan depend on; how many ids there are is given to each replay. `layout`, `capacities`:
     see `DeviceCall` · `batch`: samples, or for how many there is room · `bags`: those of one length, or how many of the
-    `edges` are given · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`, and
-    not a plain one, else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read ·
+    `edges` are given · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`,
+    else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read ·
     `kind`: see `Call.plan` · `following`: what the plan depends on of each group's cache."""
 
     layout: Hashable
@@ -167,7 +167,7 @@ class RecordedPlans:
         form = Form(
             call.layout, tuple(call.capacities), batch.size, batch.edges,
             offsets if isinstance(offsets, EqualBags) else offsets.shape[0], batch.exact, batch.places,
-            -1 if stack is None or stack.is_plain else stack.rows, batch.weights is not None, kind,
+            -1 if stack is None else stack.rows, batch.weights is not None, kind,
             tuple(following),
         )  # fmt: skip
         recorded = self._recorder.find(form)

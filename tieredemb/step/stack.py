@@ -30,15 +30,13 @@ class Run(NamedTuple):
 class Stack:
     """What the rows of such an output are. `runs`: of features that have bags, in their order · `row`: int32 (N,), that
     of each id · `bags`: how many are of bags · `rows`: how many there are · `picked`: int64 (K,), of which ids single
-    rows are looked up · `is_plain`: whether each id has its own, in their order, and all are sums, so that a lookup and
-    an update need nothing of it. Tensors lie on the tables' device."""
+    rows are looked up. Tensors lie on the tables' device."""
 
     runs: Sequence[Run]
     row: torch.Tensor
     bags: int
     rows: int
     picked: torch.Tensor
-    is_plain: bool
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
