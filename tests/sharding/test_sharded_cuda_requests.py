@@ -61,11 +61,10 @@ def test_recorded_requests_have_the_bits_of_one_process(worlds, sharding, capaci
     tables, keywords = tables_of(**TABLES), {"optimizer": optimizer, "capacity": capacity, "max_ids": max_ids}
     compare(worlds(2), tables, sharding, seven, steps=STEPS, shape="ones", **keywords)
     answers = worlds(2).run(counts, tables, sharding, STEPS, seven, False, keywords, "ones")
-    is_launched = sharding == "tables" and max_ids is None  # or plans would be
     # samples are known from the second step on
-    assert {asked for *_, asked, _ in answers} == {0 if is_launched else STEPS - 3}
+    assert {asked for *_, asked, _ in answers} == {STEPS - 3}
     # of each width, once each was recorded; on no rank that holds none of its tables
-    assert is_launched or max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
+    assert max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
 
 
 def test_recorded_requests_of_three_ranks(worlds):
@@ -232,9 +231,9 @@ def test_forms_in_turn_have_bounds_of_their_own(worlds):
     for (outputs, weights, asked, bounds), (its_outputs, its_weights, *_) in zip(replayed, launched, strict=True):
         assert asked >= 14
         assert len(bounds) == 2
-        most, least = max(bounds), min(bounds)
-        assert most.ids > 4 * least.ids
-        assert most.rows < most.ids  # each of several ids
+        for most, least in zip(max(bounds), min(bounds), strict=True):  # of each width
+            assert most.ids > 4 * least.ids
+            assert most.rows < most.ids  # each of several ids
         assert all(map(equal, outputs, its_outputs))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 

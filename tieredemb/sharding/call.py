@@ -53,12 +53,10 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
-FITS = 8  # an exchange of `max_ids` takes what other ranks are asked for
-ALONE = 16  # this rank would not plan the next batch ahead
-LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
-OVER = 64  # of a header that announces rows: what this rank asks for does not fit
-FETCHED = 128  # of a header of a forward that announces its rows as well, which have been looked up
-TRAINS = 256  # of a header of a forward: it is to update rows
+ALONE = 8  # this rank would not plan the next batch ahead
+LATER = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
+FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
+TRAINS = 64  # of a header of a forward: it is to update rows
 
 
 class ReadyGradients(NamedTuple):
@@ -83,7 +81,6 @@ class ShardedCall(Shareable):
     row_bound: int | None = None
     is_over = False
     requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
-    _fits = True  # whether `max_ids` is enough
     # the most that it asks another rank for in each part; until the host has looked (`_is_later`) it is taken for what
     # it was before
     _asks_for: Sequence[Most]
@@ -163,10 +160,16 @@ class ShardedCall(Shareable):
         self._is_later = False
         self._knows(self._recorded.look())
 
+    @property
+    def _counts(self) -> Counts:
+        """What it tells all ranks, as far as that is known."""
+        return Counts(self.batch, self._asks_for)
+
     def _knows(self, most: Sequence[Most]) -> None:
         """It asks for so much."""
         self._asks_for = most
-        self._fits = self.context.max_ids is None or self.fits(most)
+        if self.context.max_ids is not None:
+            self.fits(most)  # which warns where that is not enough
 
     def _looked_at(self) -> Sequence[Bags]:
         """The bags as they are found, before anything is sent. As `_look`."""
@@ -227,27 +230,24 @@ class ShardedCall(Shareable):
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
-        counts = Counts(self.batch, self._asks_for)
-        flag |= FITS * self._fits | LATER * self._is_later
-        header = self.context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
+        flag |= LATER * self._is_later
+        header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
         _check_alike(header.flags)
         return header
 
     def _agreed_bounds(self, header: Header) -> Bounds | None:
         """Of the exchange: those that were used before, if they take all that any rank asks for, else of as much as
         that. None where that is not known yet."""
-        context, flags = self.context, header.flags
-        of_parts = zip(*(each.most for each in header.counts), strict=True)
-        most = [Most(*map(max, zip(*of_ranks, strict=True))) for of_ranks in of_parts]
+        context, most = self.context, header.most
         bounds = None if context.max_ids is None else (Bound(context.max_ids, self.row_bound),) * len(most)
         if context.recorded is not None and self._learns:
             samples = [each.samples for each in header.counts]
             bounds = context.recorded.agreed(self.batch, samples, most)
             if not self._is_later:
                 context.recorded.note(samples, self._asks_for)
-        if bounds is not None and (flags & FITS).all():
+        if bounds is not None and take(bounds, most):
             return bounds
-        return None if (flags & LATER).any() else tuple(map(Bound.just, most))
+        return None if (header.flags & LATER).any() else tuple(map(Bound.just, most))
 
     def _exchanged(self, samples: list[int]) -> list[Request]:
         """What is asked of each shard, once the ids have come. `samples`: how many each rank has."""
@@ -309,7 +309,6 @@ class ShardedCall(Shareable):
         self.number = next(NUMBERS)
         of_ids = self._weights(weights)
         failed: Exception | None = None
-        flag = 0
         answers: list[torch.Tensor] = []
         every: list[torch.Tensor | None] = []
         try:
@@ -332,19 +331,20 @@ class ShardedCall(Shareable):
                 for answer, part, bags, room in zip(answers, self._parts, self._bags, self._rooms, strict=True)
             ]
             kept = self._rows_for_weights(every)
-            flag = OVER * self._is_over_bound()
+            if self._is_later:
+                self._look_behind()
         except Exception as error:
             failed = error
         if is_announced:
-            flags = context.announce(Phase.ROWS, flag=flag, error=failed).flags
+            header = context.announce(Phase.ROWS, counts=self._counts, error=failed)
         else:
-            flag |= PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
-            flags = context.announce(Phase.FORWARD, flag=flag, error=failed).flags
-            _check_alike(flags)
-            if not (flags & FETCHED).all():
+            flag = PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
+            header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
+            _check_alike(header.flags)
+            if not (header.flags & FETCHED).all():
                 return False
-            self._told(flags)
-        if (flags & OVER).any():
+            self._told(header.flags)
+        if not take(self._bounds, header.most):
             self._ask_again()
             return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._given = None
@@ -377,20 +377,16 @@ class ShardedCall(Shareable):
             self.context.captures.symmetric.barrier()
         return [each if isinstance(each, torch.Tensor) else self.context.exchange.send(each) for each in sending]
 
-    def _is_over_bound(self) -> bool:
-        """Whether what was asked for, where the host has yet to look, does not fit the exchange that it was sent in:
-        waits until its ids were found, which was long before what the GPU does now. Raises what is wrong with them."""
-        if not self._is_later:
-            return False
+    def _look_behind(self) -> None:
+        """Looks what was asked for, which may not fit the exchange that it was sent in: waits until its ids were found,
+        which was long before what the GPU does now. Raises what is wrong with them."""
         recorded = self.context.recorded
         assert self._recorded is not None
         assert recorded is not None
         self._look()
         recorded.note(self._recorded.samples, self._asks_for)
-        fits = take(self._bounds, self._asks_for)
-        if not fits:
+        if not take(self._bounds, self._asks_for):
             self._look_at_once()
-        return not fits
 
     def _look_at_once(self) -> None:
         """From now on, for a while."""

@@ -112,3 +112,9 @@ class Header(NamedTuple):
 
     counts: list[Counts]
     flags: Array
+
+    @property
+    def most(self) -> list[Most]:
+        """What any rank requests at most, in each part."""
+        of_parts = zip(*(each.most for each in self.counts), strict=True)
+        return [Most(*map(max, zip(*of_ranks, strict=True))) for of_ranks in of_parts]

@@ -1,4 +1,4 @@
-// Exchanges of one size, on a GPU: what `padding` and `padded_request` say by arithmetic of tensors, of tables that are
+// Exchanges of one size, on a GPU: what `padding` and `request` say by arithmetic of tensors, of tables that are
 // dealt out.
 //
 // What a rank is asked for lies in a block of `bound` entries, of which the first are ids. A message is, for each rank,
