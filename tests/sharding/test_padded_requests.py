@@ -49,7 +49,7 @@ def taken(parts, kinds, came, rank, *, knows_ends, rows=None, by_entry=False):
     requests = Requests(parts, kinds, rank, RANKS, torch.device("cpu"))
     requests.knows_ends = knows_ends
     request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts), by_entry=by_entry)
-    assert [len(values) for values in came] == [sum(part.message.per_rank) for part in request.parts]
+    assert [len(values) for values in came] == [sum(part.message) for part in request.parts]
     request.take(came)
     return request
 
@@ -82,7 +82,7 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
     def randn(*shape):
         return torch.from_numpy(rng.standard_normal(shape)).float()
 
-    grads = [[randn(sum(part.grads.per_rank), 4)] for part in known.parts]
+    grads = [[randn(sum(part.grads), 4)] for part in known.parts]
     for part, each in zip(known.parts, grads, strict=True):
         each += [] if part.is_whole else [randn(RANKS * BOUND)]
     weighed = []
@@ -129,7 +129,7 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     features = len(parts[dealt].space.features)
     of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
     firsts, asked = 0, 0
-    for block, piece in enumerate(came[dealt].split(request.parts[dealt].message.per_rank)):
+    for block, piece in enumerate(came[dealt].split(request.parts[dealt].message)):
         ids = piece[features : features + BOUND][: int(piece[:features].sum())]
         first = [position for position, each in enumerate(ids.tolist()) if each >= 0]
         picked = stack.picked[block * rows : block * rows + len(first)].tolist() if count else []
@@ -137,8 +137,8 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
         firsts, asked = firsts + len(first), asked + len(ids)
     assert len(of_entry) == asked
     assert firsts < asked or shape not in ("long", "ones")
-    assert request.parts[dealt].answer.per_rank == [rows] * RANKS
-    grads = [[torch.randn(sum(part.grads.per_rank), 4)] for part in request.parts]
+    assert request.parts[dealt].answer == [rows] * RANKS
+    grads = [[torch.randn(sum(part.grads), 4)] for part in request.parts]
     found = request.gradient(SimpleNamespace(weigh=None), grads)
     assert equal(found[stack.bags :], grads[dealt][0])
     assert len(found) == stack.rows

@@ -263,7 +263,7 @@ class ShardedCall(Shareable):
         requests = self.context.requests(samples, bounds)
         for bags, bound in zip(self._bags, bounds, strict=True):
             bags.pad(bound)
-        messages = [part.message.per_rank for request in requests for part in request.parts]
+        messages = [part.message for request in requests for part in request.parts]
         came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
         for request, messages_of in zip(requests, self._by_shard(came), strict=True):
             request.take(messages_of)
@@ -327,7 +327,7 @@ class ShardedCall(Shareable):
                 answers += found[0]
                 every += found[1]
             sending = [
-                exchange.sending(answer, part.answer.per_rank, bags.back) if room is None else room.rows.came
+                exchange.sending(answer, part.answer, bags.back) if room is None else room.rows.came
                 for answer, part, bags, room in zip(answers, self._parts, self._bags, self._rooms, strict=True)
             ]
             kept = self._rows_for_weights(every)
@@ -365,7 +365,7 @@ class ShardedCall(Shareable):
         if rooms is None:
             return [None] * len(parts)
         fits = all(
-            room is None or (room.rows.to.each, room.grads.to.each) == (part.answer.per_rank[0], part.grads.per_rank[0])
+            room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
             for part, room in zip(parts, rooms, strict=True)
         )
         return rooms if fits else [None] * len(parts)  # not of a forward among such as were planned ahead
@@ -418,7 +418,7 @@ class ShardedCall(Shareable):
             for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
                 mine = bags.sent_weights(weights)
                 if mine is not None:
-                    sending[number] = exchange.sending(mine, bags.ids, part.order.per_rank)
+                    sending[number] = exchange.sending(mine, bags.ids, part.order)
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
@@ -439,9 +439,9 @@ class ShardedCall(Shareable):
         mine = asks[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None:
-                pieces = rows.split(part.order.per_rank)  # type: ignore[no-untyped-call]
+                pieces = rows.split(part.order)  # type: ignore[no-untyped-call]
                 rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
-                sent = [n * is_asked for n, is_asked in zip(part.order.per_rank, asks, strict=True)]
+                sent = [n * is_asked for n, is_asked in zip(part.order, asks, strict=True)]
                 kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))
         return kept
 
@@ -485,7 +485,7 @@ class ShardedCall(Shareable):
             else:
                 scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, room.grads.to)
             given = [each for each in (rows, scale) if each is not None]
-            its = [exchange.sending(each, bags.grads, part.grads.per_rank) for each in given]
+            its = [exchange.sending(each, bags.grads, part.grads) for each in given]
             sending.append([*its] if room is None else [room.grads.came, *its])
         for call in self._calls:
             check_update(call)

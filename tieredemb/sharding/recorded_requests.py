@@ -191,7 +191,7 @@ class RecordedRequest:
             still = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
             self._requests: list[Request] = context.requests(self.samples, bounds)
-            per_rank = [part.message.per_rank for request in self._requests for part in request.parts]
+            per_rank = [part.message for request in self._requests for part in request.parts]
             self._per_rank = [sum(its) for its in zip(*per_rank, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -39,25 +39,17 @@ class Kind(NamedTuple):
     mode: Mode | None
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """How many values go to each rank, or come from it."""
-
-    per_rank: list[int]
-
-
-@dataclass(frozen=True)
-class RequestPart:
-    """What is requested of the tables of one part. `held`: how many of its features this rank pools · `message`: what
-    comes of it · `answer`: what goes back, rows, or of whole tables one of each bag · `grads`: what comes in the
-    backward, one of each entry, or of each bag · `order`: a value for each entry."""
+class RequestPart(NamedTuple):
+    """What is requested of the tables of one part, of which this rank pools `held` features. How many values go to each
+    rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag; as `grads`, one
+    of each entry, or of each bag; in the `order` of entries, of values for these."""
 
     is_whole: bool
     held: int
-    message: Exchanged
-    answer: Exchanged
-    grads: Exchanged
-    order: Exchanged
+    message: list[int]
+    answer: list[int]
+    grads: list[int]
+    order: list[int]
 
 
 class Requests:
@@ -97,12 +89,12 @@ class Request:
         self._entries = [requests.ranks * bound.ids for bound in bounds]
         self.parts = []
         for part, held, bound in zip(requests.parts, requests.held, bounds, strict=True):
-            ids = Exchanged([bound.ids] * requests.ranks)
-            back = ids if bound.rows is None else Exchanged([bound.rows] * requests.ranks)
+            ids = [bound.ids] * requests.ranks
+            back = ids if bound.rows is None else [bound.rows] * requests.ranks
             sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
-            bags = Exchanged([held * each for each in samples])
+            bags = [held * each for each in samples]
             answer, grads = (bags, bags) if part.is_whole else (back, ids)
-            self.parts.append(RequestPart(part.is_whole, held, Exchanged(sizes), answer, grads, ids))
+            self.parts.append(RequestPart(part.is_whole, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
         self._picks: torch.Tensor | None = None  # of which ids the rows go back, where nothing is pooled
 
