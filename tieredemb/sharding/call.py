@@ -74,9 +74,9 @@ class ShardedCall(Shareable):
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
     call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
-    its ids · `row_bound`: in a captured step, how many rows come back from each rank, if not
-    one for each id · `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off
-    reads what it has of its own."""
+    its ids · `row_bound`: in a captured step, how many rows come back from each rank, if not one for each id ·
+    `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off reads what it has of
+    its own."""
 
     row_bound: int | None = None
     is_over = False
