@@ -520,14 +520,16 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
     `capacity`: rows as an int, a share of the rows as a float in (0, 1], or bytes as a string, of which a slot takes
     `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`.
     """
-    if isinstance(capacity, str):
+    if isinstance(capacity, str) and _SIZE.fullmatch(capacity):
         budget = parse_bytes(capacity)
         if budget < slot_bytes:
             raise ConfigError(f"capacity {shown(capacity)} holds no row; one takes {slot_bytes} bytes in the cache")
         slots = budget // slot_bytes
     elif isinstance(capacity, float):
         if not 0 < capacity <= 1:
-            raise ConfigError(f"capacity as a share of the rows must lie in (0, 1], got {shown(capacity)}")
+            raise ConfigError(
+                f"capacity as a share of the rows must lie in (0, 1], got {shown(capacity)}; a number of rows is an int"
+            )
         slots = math.ceil(rows * capacity)
     elif is_whole(capacity) and capacity >= 1:
         slots = capacity

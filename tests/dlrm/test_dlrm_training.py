@@ -615,7 +615,7 @@ ERRORS = {
     "train --data absent.tsv": "there is no file absent.tsv",
     "train --resume": "--resume needs --checkpoint",
     "train --rows 100 --tier file": "--tier file needs --tier-path: a file to create",
-    "train --rows 100 --capacity 0.5x": "'0.5x' is no size",
+    "train --rows 100 --capacity 0.5x": "capacity must be rows",
     "train --rows 100 --test-share 1": "test_share must lie between 0 and 1",
     "train --rows 100 --reference --optimizer rowwise-adagrad": "torch has no RowWiseAdagrad",
     "train --rows 0": "at least 1 row",

@@ -335,7 +335,7 @@ def test_per_sample_weights_need_sums(device):
         ({"capacity": 0.0}, "share"),
         ({"capacity": 1.5}, "share"),
         ({"capacity": True}, "capacity"),
-        ({"capacity": "12 parsecs"}, "is no size"),
+        ({"capacity": "12 parsecs"}, r"or bytes \('512MiB'\), got '12 parsecs'"),
         ({"capacity": "8B"}, "holds no row"),
         ({"policy": "lru"}, "policy"),
         ({"storage": "host"}, "storage"),
@@ -455,7 +455,7 @@ def test_capacity_in_rows_share_or_bytes(capacity, slots):
     from tieredemb.config import slots_for
 
     if slots is None:
-        with pytest.raises(ConfigError, match="is no size"):
+        with pytest.raises(ConfigError, match="capacity must be rows"):
             slots_for(capacity, rows=100, slot_bytes=64)
     else:
         assert slots_for(capacity, rows=100, slot_bytes=64) == slots

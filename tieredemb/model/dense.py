@@ -92,13 +92,14 @@ class DenseLayers:
         differ = [
             f"{what} {sorted(names)}"
             for what, names in (
-                ("it lacks", own.keys() - layers.keys()),
+                ("the checkpoint lacks", own.keys() - layers.keys()),
                 ("this model lacks", layers.keys() - own.keys()),
             )
             if names
         ]
         differ += [
-            f"{name!r} has the shape {tuple(layers[name].shape)} in it, and {tuple(value.shape)} in this model"
+            f"{name!r} has the shape {tuple(layers[name].shape)} in the checkpoint and {tuple(value.shape)} in this "
+            f"model"
             for name, value in own.items()
             if isinstance(layers.get(name), torch.Tensor) and value.shape != layers[name].shape
         ]

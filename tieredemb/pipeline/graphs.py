@@ -17,7 +17,7 @@ from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import Run, running
-from tieredemb.pipeline.summary import ACCUMULATES, FIRST, OTHER_SHAPES, StepSummary
+from tieredemb.pipeline.summary import ACCUMULATES, FIRST, NO_GPU, OTHER_SHAPES, StepSummary
 from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
@@ -139,7 +139,9 @@ class GraphStep(Generic[R]):
 
         with observe_forwards(observe), observe_ddp() as has_ddp:
             result = detached(self._function, batch)
-        if _gpus(forwards):
+        if not _gpus(forwards):
+            self._summary.eager[NO_GPU] += 1
+        else:
             self._summary.eager[FIRST] += 1
             is_clear = all(part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor))
             self._know(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))

@@ -13,14 +13,14 @@ IN_FLIGHT = "other batches were in flight, or something else was planned or move
 OTHER_PLANS = "its plans were of another kind than those that were captured"
 OTHER_RANK = "another rank could neither replay nor capture"
 OTHER_SHAPES = "a batch of other shapes"
+NO_GPU = "no table of it is on a GPU"
 ACCUMULATES = "inside accumulate()"
 
 
 @dataclass
 class StepSummary:
     """How the calls of a captured step were run. `replayed`: by replays · `captured`: captured, and then replayed for
-    the first time · `eager`: as the function itself, how many for each reason. Without a GPU nothing is counted, as
-    each call is the function."""
+    the first time · `eager`: as the function itself, how many for each reason."""
 
     replayed: int = 0
     captured: int = 0

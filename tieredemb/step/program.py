@@ -147,8 +147,8 @@ class CallContext:
         if optimizer is None:
             raise BackwardError(
                 f"backward reached {self.tables.named}, built without an optimizer, so it cannot update its rows; pass "
-                "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call requires_grad_(False) on the module "
-                "to keep it as it is"
+                "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call tieredemb.follow(model, optimizer) "
+                "before, or requires_grad_(False) on the module to keep it as it is"
             )
         if not optimizer.is_there and not optimizer.look_for():
             raise BackwardError(
