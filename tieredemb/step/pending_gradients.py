@@ -32,7 +32,7 @@ from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
+from tieredemb.step.gradient_rows import GradientRows, RowSums, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.program import Call, Collected, in_forward_order
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
@@ -156,7 +156,7 @@ class PendingGradients:
         """The gradient of each table that is not owned, by row."""
         found = rows_of_calls(self._tables, self._calls)
         for table, whole in self.whole.items():
-            found[table] = whole.by_row(found[table].sums())
+            found[table] = whole.by_row(found[table])
         return found
 
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
@@ -303,7 +303,7 @@ class PendingGradients:
         numbers = self.values(table) if values is None else values
         rows = rows_of_calls(self._tables, self._calls)[table]
         if table in self.whole:
-            rows = self.whole[table].by_row(rows.sums())
+            rows = self.whole[table].by_row(rows)
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
@@ -511,13 +511,14 @@ class PendingGradients:
     def _rounds(self) -> Iterator[list[TableRows]]:
         """The gradients of rows, some at a time. What calls have found is found now, the rest when it is asked for."""
         whole, first = dict(self.whole), list[TableRows]()
+        sums: Sequence[RowSums]
         if len(whole) == self._count:
             sums = sums_of_calls(self._tables, self._calls)
         else:
             rows = rows_of_calls(self._tables, self._calls)
             rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
             first = [TableRows(t, its.ids, its.values) for t, its in enumerate(rows) if t not in whole and len(its.ids)]
-            sums = [each.sums() for each in rows]
+            sums = rows
 
         def found() -> Iterator[list[TableRows]]:
             if first:

@@ -326,5 +326,5 @@ def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
     for use, term in uses:
         whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
     for table, each in whole.items():
-        found[table] = each.by_row(found[table].sums())
+        found[table] = each.by_row(found[table])
     return found
