@@ -19,11 +19,10 @@ T = TypeVar("T")
 
 
 class PlanExecutor(Executor):
-    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them ·
-    `is_entered`: whether this thread has entered it for all forwards of a batch, with the caches that these use."""
+    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them;
+    else at once, by who has entered it for all forwards of a batch, with the caches that these use."""
 
     on_thread: bool
-    is_entered = False
 
     def wait_for_inputs(self) -> None:
         """To be called by who reads inputs of what is to be planned, and not by `submit`: the current stream of a GPU
