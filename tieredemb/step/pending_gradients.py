@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from sys import getrefcount
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -40,18 +40,8 @@ from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
 from tieredemb.step.whole_table import Rows
 from tieredemb.tables.table_set import TableSet
 
-
-class Parameter(Protocol):
-    """A table, as gradients come to it."""
-
-    hooks: Any
-    post_hooks: Any
-
-    def through_hooks(self, rows: GradientRows) -> GradientRows:
-        """What its hooks make of a gradient."""
-
-    def call_post_hooks(self) -> None:
-        """After a backward has brought it a gradient."""
+if TYPE_CHECKING:
+    from tieredemb.step.table_parameter import TableParameter
 
 
 class Owner(Rows, Protocol):
@@ -76,7 +66,7 @@ class PendingGradients:
     def __init__(
         self,
         tables: TableSet,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[TableParameter],
         owner: Owner,
         over_ranks: OverRanks | None = None,
     ) -> None:
