@@ -198,7 +198,7 @@ def _plan_as_one(
         form = None
         ids = [its[0] for its in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
-            counts = [each[3].numel() for each in ids]
+            counts = [each[2].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)
         if context is None or form is None:
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]

@@ -58,10 +58,23 @@ class CompletedFuture(Future[T]):
         fn(self)
 
 
-def guards_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
-    """The guards of inputs, as `torch.compile` names what has to stay: of a tensor itself, its address, its version
-    (−1 in inference mode, where none is counted), shape and strides. And a signature: batches of which it is equal have
-    forms that differ in the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
+def identity(given: Given) -> tuple[Any, ...]:
+    """The guards of a forward's inputs, as `torch.compile` names what has to stay: of a tensor its address, its version
+    (−1 in inference mode, where none is counted), shape, strides, dtype and device. They tell inputs, as they are now,
+    from others, as long as they are held; to look them up by, too."""
+    found: list[Any] = []
+    for part in given:
+        if isinstance(part, torch.Tensor):
+            version = -1 if part.is_inference() else part._version
+            found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def guards_of(forwards: Sequence[Given]) -> tuple[list[tuple[Any, ...]], tuple[object, ...]]:
+    """The `identity` of each, and a signature: batches of which it is equal have forms that differ in the numbers of
+    ids alone (`BatchForm`), and that of those that come with offsets."""
     guards, signature = [], list[object]()
     known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
@@ -73,12 +86,13 @@ def guards_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object,
             found = known.get(id(each))
             if found is None:
                 version = -1 if each.is_inference() else each._version
-                found = known[id(each)] = each, each.data_ptr(), version, each.shape, each.stride()
-            is_any_number = not its and len(given) > 1 and len(found[3]) == 1
+                found = each.data_ptr(), version, each.shape, each.stride(), each.dtype, each.device
+                known[id(each)] = found
+            is_any_number = not its and len(given) > 1 and len(found[2]) == 1
             its.append(found)
-            signature += None if is_any_number else found[3], found[4], each.dtype, each.device
+            signature += None if is_any_number else found[2], *found[3:]
         signature.append(None)
-        guards.append(its)
+        guards.append(tuple(its))
     return guards, tuple(signature)
 
 
@@ -92,14 +106,14 @@ class Planned:
         self,
         forwards: Sequence[tuple[TableSet, Given]],
         future: Future[Any],
-        guards: Sequence[list[Any]] | None = None,
+        guards: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:
         self._forwards = forwards
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
         if guards is None:
-            guards, _ = guards_of([given for _, given in forwards])
-        self.guards: list[list[Any] | None] = [*guards]
-        self._in_place: list[list[Any]] | None = None  # what they were, for `rebind`
+            guards = [identity(given) for _, given in forwards]
+        self.guards: list[tuple[Any, ...] | None] = [*guards]
+        self._in_place: list[tuple[Any, ...]] | None = None  # what they were, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
         self._call: Call | None = None  # while some are left, once the plan has come to its end
@@ -134,16 +148,15 @@ class Planned:
         """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
         versions are others."""
         if self._in_place is None:
-            self._in_place = guards_of([given for _, given in self._forwards])[0]
+            self._in_place = [identity(given) for _, given in self._forwards]
         guards = []
-        for its in self._in_place:
+        for (_, given), its in zip(self._forwards, self._in_place, strict=True):
             now: list[Any] = []
-            for part in its:
-                if type(part) is tuple:
-                    tensor, address, version, shape, stride = part
-                    part = tensor, address, version if version < 0 else tensor._version, shape, stride
+            for each, part in zip(given, its, strict=True):
+                if isinstance(each, torch.Tensor) and part[1] >= 0:
+                    part = part[0], each._version, *part[2:]
                 now.append(part)
-            guards.append(now)
+            guards.append(tuple(now))
         return Planned(self._forwards, CompletedFuture(call), guards)
 
     def wait(self) -> None:
@@ -190,7 +203,7 @@ class PlannedForwards:
                 if number < 0:
                     continue
                 guards = planned.guards[number]
-                if guards is None or not _is_same(given, guards):
+                if guards is None or identity(given) != guards:
                     continue
                 planned.guards[number], future = None, planned.future
                 planned.left -= 1
@@ -231,37 +244,3 @@ class PlannedForwards:
             planned.drop()
         for planned in dropped:
             planned.end()
-
-
-def _is_same(given: Given, guards: list[Any]) -> bool:
-    """Whether the guards hold for these inputs: the same tensors, or other ones of that memory."""
-    if len(given) != len(guards):
-        return False
-    for part, before in zip(given, guards, strict=True):
-        if not isinstance(part, torch.Tensor):
-            if type(before) is tuple or part != before:
-                return False
-            continue
-        if type(before) is not tuple:
-            return False
-        tensor, pointer, version, shape, stride = before
-        if part.data_ptr() != pointer or (-1 if part.is_inference() else part._version) != version:
-            return False
-        if part.shape != shape or part.stride() != stride:
-            return False
-        if part is not tensor and (part.dtype is not tensor.dtype or part.device != tensor.device):
-            return False
-    return True
-
-
-def identity(given: Given) -> tuple[Any, ...]:
-    """What tells the inputs of a forward, as they are now, from others, as long as they are held; see `Planned`. To
-    look them up by."""
-    found: list[Any] = []
-    for part in given:
-        if isinstance(part, torch.Tensor):
-            version = -1 if part.is_inference() else part._version
-            found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
-        else:
-            found.append(part)
-    return tuple(found)
