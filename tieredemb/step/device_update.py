@@ -79,7 +79,8 @@ def _update(collected: Collected) -> None:
     tables, calls, grads = context.tables, _device_calls(collected), [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
     with tables.placed.now.rows.held(), on_device(tables.config.device):
-        scaling, stays = _scaling([collected], grads)  # notes what is skipped, for which other threads wait
+        # notes what is skipped, for which other threads wait
+        scaling, stays = scaling_of([context.check_trainable()], tables, grads)
         faults, updates = _faults(calls), list[_Update]()
         for g, group in enumerate(tables.groups):
             parts = [call.parts[g] for call in calls]
@@ -145,7 +146,9 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     parts = [call.parts[0] for call in calls]
     with on_device(tables.config.device):
         taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
-        scaling, stays = _scaling(sets, grads, taken)
+        in_order = sorted(contexts, key=lambda context: context.tables.groups[0].own.start)
+        optimizers = [context.check_trainable() for context in in_order]
+        scaling, stays = scaling_of(optimizers, in_order[0].tables, grads, taken)
 
     counts = [len(grad) for grad in grads]
 
@@ -262,23 +265,15 @@ def _launch(
             launch(grads)
 
 
-def _scaling(
-    sets: Sequence[Collected], grads: list[torch.Tensor], taken: torch.Tensor | None = None
-) -> tuple[Scaling, bool]:
-    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one. `sets`: the
-    calls over one set of tables, or over several that take steps of their own · `taken`: their numbers, int32 (T,)."""
-    sets = sorted(sets, key=lambda calls: calls[0][0].context.tables.groups[0].own.start)
-    contexts = [calls[0][0].context for calls in sets]
-    return scaling_of([context.check_trainable() for context in contexts], contexts[0].tables, grads, taken)
-
-
 def scaling_of(
     optimizers: Sequence[RowOptimizer],
     tables: TableSet,
     grads: list[torch.Tensor],
     taken: torch.Tensor | None = None,
 ) -> tuple[Scaling, bool]:
-    """The same of the optimizers of `tables`, or of several sets that share caches with these."""
+    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one.
+    `optimizers`: of `tables`; or of several sets that share caches with these, in their order there, each of which
+    takes steps of its own: `taken`, their numbers, int32 (T,)."""
     found_inf, grad_scale = optimizers[0].scaling(grads)
     stays = found_inf is None and grad_scale is None
     found = [optimizer.spoilt() for optimizer in optimizers]

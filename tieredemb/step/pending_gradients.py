@@ -36,7 +36,7 @@ from tieredemb.step.gradient_rows import GradientRows, RowSums, TableRows, rows_
 from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.program import Call, Collected, in_forward_order
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
-from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
+from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of, with_whole
 from tieredemb.step.whole_table import Rows
 from tieredemb.tables.table_set import TableSet
 
@@ -142,13 +142,6 @@ class PendingGradients:
             for each in self._parameters:
                 each.call_post_hooks()
 
-    def _by_row(self) -> list[GradientRows]:
-        """The gradient of each table that is not owned, by row."""
-        found = rows_of_calls(self._tables, self._calls)
-        for table, whole in self.whole.items():
-            found[table] = whole.by_row(found[table])
-        return found
-
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
         """What calls bring to gradients that are owned: those of tables with hooks are from here on."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
@@ -160,7 +153,7 @@ class PendingGradients:
             found[table] = self._parameters[table].through_hooks(come[table])
             self._check_one_rank()
         for table in hooked - set(self._owned):
-            before = before or self._by_row()
+            before = before or with_whole(rows_of_calls(self._tables, self._calls), self.whole)
             self._bound(table).known.set_rows(before[table])
         return found
 
@@ -343,17 +336,13 @@ class PendingGradients:
         self._fold()
         now = (norm_type, self._epoch, frozenset(self._dropped))
         if self._norms is None or self._norms[0] != now:  # computed once for all tables
-            norms = self._new_norms(norm_type)
+            norms = self._collected_norms(norm_type)
+            for table in self._owned:
+                norms[table].copy_(self._owned.norm(table, norm_type))
             for table in self._dropped:
                 norms[table].zero_()  # an assignment would copy the zero from the host, and wait
             self._norms = now, norms
         return self._norms[1]
-
-    def _new_norms(self, norm_type: float) -> torch.Tensor:
-        norms = self._collected_norms(norm_type)
-        for table in self._owned:
-            norms[table].copy_(self._owned.norm(table, norm_type))
-        return norms
 
     def _collected_norms(self, norm_type: float) -> torch.Tensor:
         """Those of what is not owned. Does not synchronise but where a gradient reaches all rows."""
