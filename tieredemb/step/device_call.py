@@ -307,10 +307,6 @@ class DeviceCall(Call):
             return self.stack.rows
         return self.ids if not config.pooled else self.batch * len(config.tables) if config.apart else self.batch
 
-    def tables_of_rows(self) -> torch.Tensor:
-        (part,) = self.parts
-        return part.tables_of_rows()
-
     def output_shapes(self) -> list[tuple[int, int]]:
         """Of the output; of several forwards that of those in each block."""
         if self.form is None:
@@ -407,12 +403,6 @@ class DeviceCall(Call):
         self.memory.joined()
         self.record_stream()
         return StackRows(bags, rows, every)
-
-    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
-        for part in self.parts:
-            part.weights_gradient(grad, out)
-        return out
 
     def weigh(self, scale: torch.Tensor) -> None:
         (part,) = self.parts

@@ -194,6 +194,7 @@ class Call(Shareable):
     # on a GPU: where rows of ids that are picked are written, none of which is returned then
     rows_to: RowSpread | None = None
 
+    ids: int  # how many there are
     device_type: str  # that its tables are on
     gpu = -1  # of several forwards, the number of that which their tables are on
     # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
@@ -281,18 +282,23 @@ class Call(Shareable):
 
     # --- backward and update: `apply` in host_call and device_update, for all calls of a backward pass ----------------
 
-    @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
+        found = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
+        for part in self.parts:
+            part.weights_gradient(grad, found)
+        return found
 
     @abc.abstractmethod
     def weigh(self, scale: torch.Tensor) -> None:
         """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
         `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
 
-    @abc.abstractmethod
     def tables_of_rows(self) -> torch.Tensor:
         """The table of each row of an output that has no columns of features, int64 (R,)."""
+        (part,) = self.parts
+        found: torch.Tensor = part.tables_of_rows()
+        return found
 
     # --- release ------------------------------------------------------------------------------------------------------
 
