@@ -278,10 +278,13 @@ class DeviceCall(Call):
             return
         self.record_stream()
         super().start(trains=trains)
-        if self.reports_later:
-            self._report_now()
+        self._report()
 
-    def _report_now(self) -> None:
+    def _report(self) -> None:
+        """Reports a fault to the host, unless that was done."""
+        if not self.reports_later:
+            return
+        self.record_stream()
         with self.parts[0].group.cache.using(*self.tickets):
             self.report_faults()
         self.reports_later = False
@@ -351,8 +354,7 @@ class DeviceCall(Call):
                 if found is not None:
                     self.reports_later = False
                     return found
-            self.record_stream()
-            self._report_now()
+            self._report()
         config = self.context.tables.config
         outs = [torch.empty(shape, dtype=config.output_dtype, device=config.device) for shape in self.output_shapes()]
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
@@ -389,11 +391,8 @@ class DeviceCall(Call):
         if stack.is_plain and weights is None and not all_rows:
             bags = self.pool(None, differentiable=differentiable)
             return StackRows(bags.to(dtype), bags[:0], None)
-        if self.pooled is not None or self.source is not None:  # of a recorded plan, which has not known of weights
-            self.pooled = self.source = None
-            self.record_stream()
-            if self.reports_later:
-                self._report_now()
+        self.pooled = self.source = None  # of a recorded plan, which has not known of weights
+        self._report()
         width, device = self.context.tables.output_width, config.device
         bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
         rows = self._picked(stack.picked)
@@ -443,18 +442,12 @@ class DeviceCall(Call):
 
     def pool_blocks(self) -> list[torch.Tensor]:
         if self.source is None:
-            self._report_if_due()
+            self._report()
         return self.pool_all(None, differentiable=False)
 
     def begin_alone(self) -> None:
         self.source = None
-        self._report_if_due()
-
-    def _report_if_due(self) -> None:
-        """Reports a fault to the host, unless that was done."""
-        if self.reports_later:
-            self.record_stream()
-            self._report_now()
+        self._report()
 
     def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
         assert self.form is not None
