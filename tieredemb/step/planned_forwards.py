@@ -116,24 +116,7 @@ class Planned:
         self._in_place: list[tuple[Any, ...]] | None = None  # what they were, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
-        self._call: Call | None = None  # while some are left, once the plan has come to its end
-
-    def call_of(self, number: int, future: Future[Call]) -> Call | None:
-        """The call of a forward that was taken, once the `future` of then has come; None where planning failed: the
-        forward then finds out why by itself."""
-        call = self._call
-        if call is None:
-            if future.cancelled() or future.exception() is not None:
-                return None
-            call = future.result()
-            if not call.complete():
-                call.release_part(number)
-                return None
-        self._call = call if self.left else None
-        part: Call | None = call.share(number, self._forwards[number][1])
-        if part is None:
-            call.release_part(number)
-        return part
+        self.call: Call | None = None  # while some are left, once the plan has come to its end
 
     @property
     def failed(self) -> bool:
@@ -196,7 +179,8 @@ class PlannedForwards:
             self.waiting.append(planned)
 
     def take(self, tables: TableSet, given: Given) -> Call | None:
-        """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
+        """The call that was planned first for these tensors, as they are now; None if there is none, or planning
+        failed: the forward then finds out why by itself. Waits for it."""
         with self._lock:
             for planned in self.waiting:
                 number = planned.numbers.get(id(tables), -1)
@@ -213,7 +197,19 @@ class PlannedForwards:
                 break
             else:
                 return None
-        return planned.call_of(number, future)
+        call = planned.call
+        if call is None:
+            if future.cancelled() or future.exception() is not None:
+                return None
+            call = future.result()
+            if not call.complete():
+                call.release_part(number)
+                return None
+        planned.call = call if planned.left else None
+        part: Call | None = call.share(number, given)
+        if part is None:
+            call.release_part(number)
+        return part
 
     def holds(self, planned: Planned) -> bool:
         """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""
