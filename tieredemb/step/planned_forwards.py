@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tieredemb.step.batch import Given
+from tieredemb.step.forwards import Forwards
 from tieredemb.step.program import Call
 
 if TYPE_CHECKING:
@@ -100,15 +101,18 @@ class Planned:
     """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
     twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
     which tables, by their identity · `guards`: of the inputs of each, None once it has come · `count`: how many
-    they are · `left`: how many of them have not come."""
+    they are · `left`: how many of them have not come · `shared`: of several, the plan as they share it."""
 
     def __init__(
         self,
         forwards: Sequence[tuple[TableSet, Given]],
         future: Future[Any],
         guards: Sequence[tuple[Any, ...]] | None = None,
+        shared: Forwards | None = None,
     ) -> None:
         self._forwards = forwards
+        self.shared = shared
+        self._contexts = None if shared is None else shared.contexts
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
         if guards is None:
             guards = [identity(given) for _, given in forwards]
@@ -140,7 +144,8 @@ class Planned:
                     part = part[0], each._version, *part[2:]
                 now.append(part)
             guards.append(tuple(now))
-        return Planned(self._forwards, CompletedFuture(call), guards)
+        shared = None if self._contexts is None else Forwards(call, self._contexts)
+        return Planned(self._forwards, CompletedFuture(call), guards, shared)
 
     def wait(self) -> None:
         """Waits until planning has come to an end, if to an error."""
@@ -159,7 +164,16 @@ class Planned:
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release_part(*[number for number, its in enumerate(self.guards) if its is not None])
+            left = [number for number, its in enumerate(self.guards) if its is not None]
+            _release_parts(future.result(), self.shared, *left)
+
+
+def _release_parts(call: Call, shared: Forwards | None, *numbers: int) -> None:
+    """Releases the call of what was planned, or of several forwards the parts of those that do not come."""
+    if shared is None:
+        call.release()
+    else:
+        shared.release_part(*numbers)
 
 
 _TAKEN: Future[Any] = Future()
@@ -189,11 +203,11 @@ class PlannedForwards:
                 guards = planned.guards[number]
                 if guards is None or identity(given) != guards:
                     continue
-                planned.guards[number], future = None, planned.future
+                planned.guards[number], future, shared = None, planned.future, planned.shared
                 planned.left -= 1
                 if not planned.left:  # the call of a forward is the forward's alone to keep
                     self.waiting.remove(planned)
-                    planned.future = _TAKEN
+                    planned.future, planned.shared = _TAKEN, None
                 break
             else:
                 return None
@@ -203,13 +217,15 @@ class PlannedForwards:
                 return None
             call = future.result()
             if not call.complete():
-                call.release_part(number)
+                _release_parts(call, shared, number)
                 return None
         planned.call = call if planned.left else None
-        part: Call | None = call.share(number, given)
+        if shared is None:
+            return call
+        part: Any = shared.share(number, given)
         if part is None:
-            call.release_part(number)
-        return part
+            _release_parts(call, shared, number)
+        return part  # type: ignore[no-any-return]
 
     def holds(self, planned: Planned) -> bool:
         """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""

@@ -159,33 +159,14 @@ class CallContext:
         return optimizer
 
 
-class Shareable(abc.ABC):
-    """What was planned, for one forward or for several. `forwards`: where it is one of several that were planned as
-    one, these, and `block`: the number of its pool among theirs."""
-
-    forwards: Any = None
-    block = 0
-
-    def share(self, number: int, given: Given) -> Any:
-        """The call of the forward of that number, which is `given` these inputs; None where these are known to be
-        others by now than those that were planned."""
-        return self
-
-    def release_part(self, *numbers: int) -> None:
-        """Forwards are over; with the last one the plan is."""
-        self.release()
-
-    @abc.abstractmethod
-    def release(self) -> None:
-        """Keeps no rows in their slots any more."""
-
-
-class Call(Shareable):
+class Call(abc.ABC):
     """One forward of a module, or several forwards that are planned as one (`Forwards`). `context`: who makes it ·
     `batch`: B, its samples · `form`: of the batch, where it is of several forwards · `parts`: of each group of tables,
     those of one width, its bags, its ticket, and what its gradient needs (`HostGroupCall`, `DeviceGroupCall`)."""
 
     number = -1  # in the order of forwards, once it has started
+    forwards: Any = None  # where it is one of several that were planned as one, these,
+    block = 0  # and the number of its pool among theirs
     consumed = False
     requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
     # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
@@ -329,7 +310,7 @@ class Call(Shareable):
         """One of them as a call of its own over its slice of the plan: that at `place` of a block, of who has this
         `context`."""
 
-    def begin_alone(self) -> None:
+    def begin_alone(self) -> None:  # noqa: B027 - a CPU has nothing to begin
         """One of them is about to be looked up by itself."""
 
     @abc.abstractmethod

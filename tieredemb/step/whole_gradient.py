@@ -52,7 +52,7 @@ class WholeUse:
     """A use of table number `table` as a whole, as a backward pass collects it beside calls. `version`: tells whether
     the rows have changed since."""
 
-    forwards = None  # see `Shareable`
+    forwards = None  # see `Call`
 
     def __init__(self, context: CallContext, number: int, table: int, version: Callable[[], object]) -> None:
         self.context, self.number, self.table = context, number, table
