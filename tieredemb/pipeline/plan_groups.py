@@ -180,7 +180,7 @@ def _plan_as_one(
     lookups say."""
     from tieredemb.step.batch_form import BatchForm, may_join
     from tieredemb.step.engine import call_type
-    from tieredemb.step.forwards import Forwards, context_of, known_context
+    from tieredemb.step.forwards import Forwards, context_of
 
     modules, pools = cast("Sequence[TieredModule]", group.modules), group.pools
     first = modules[0]
@@ -193,7 +193,7 @@ def _plan_as_one(
         given_to.append((module.call_context.tables, given))
     guards, signature = guards_of(inputs)
     try:
-        context = known_context(pools, first.options)
+        context = context_of(pools, first.options, make=False)
         form = None
         ids = [its[0] for its in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them

@@ -75,25 +75,13 @@ def _never(_: object) -> None:
 Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
 
 
-def key_of(tables: Tables, options: LookupOptions) -> tuple[object, ...]:
-    """What tells lookups in these tables from others in related pools."""
-    return *[(pool.order, numbers) for pool, numbers in tables], options
-
-
-def known_context(tables: Tables, options: LookupOptions) -> CallContext | None:
-    """What calls over these tables have needed before, if there were any."""
-    found: CallContext | None = tables[0][0].related.contexts.get(key_of(tables, options))
-    return found
-
-
-def context_of(tables: Tables, options: LookupOptions) -> CallContext | None:
-    """What calls over these tables need; None where so many others were asked for that a model is not likely to come
-    back to them."""
-    found, contexts = known_context(tables, options), tables[0][0].related.contexts
-    if found is None and len(contexts) < MOST_SELECTIONS:
-        found = CallContext(Selection(tables), options, _Nobody(), BackwardPass(), _never)
-        key = key_of(tables, options)
-        contexts[key] = found
+def context_of(tables: Tables, options: LookupOptions, *, make: bool = True) -> CallContext | None:
+    """What calls over these tables need, as it was made before. None where it was not: unless it is to be made, and not
+    so many others were asked for that a model is not likely to come back to them."""
+    contexts, key = tables[0][0].related.contexts, (*[(pool.order, numbers) for pool, numbers in tables], options)
+    found: CallContext | None = contexts.get(key)
+    if found is None and make and len(contexts) < MOST_SELECTIONS:
+        found = contexts[key] = CallContext(Selection(tables), options, _Nobody(), BackwardPass(), _never)
         for pool, _ in tables:  # with any of these it goes, and lets the caches of that go
             weakref.finalize(pool, contexts.pop, key, None).atexit = False
     return found
