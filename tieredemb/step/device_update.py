@@ -76,7 +76,7 @@ def _is_large(sets: Sequence[Collected]) -> bool:
 def _update(collected: Collected) -> None:
     """One optimizer step for calls over one set of tables, in forward order: all groups of it side by side."""
     context = collected[0][0].context
-    tables, calls, grads = context.tables, _device_calls(collected), [grad.contiguous() for _, grad in collected]
+    tables, calls, grads = context.tables, [call for call, _ in collected], [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
     with tables.placed.now.rows.held(), on_device(tables.config.device):
         # notes what is skipped, for which other threads wait
@@ -142,7 +142,7 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     tables = contexts[0].tables.whole
     whole = cast("DeviceGroup", tables.groups[0])
     collected = in_forward_order([pair for calls in sets for pair in calls])
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     parts = [call.parts[0] for call in calls]
     with on_device(tables.config.device):
         taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
@@ -322,10 +322,6 @@ def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
                     group.lookup.end(options, group.device_steps, rate, numbers, group.past)
 
 
-def _device_calls(collected: Collected) -> list[DeviceCall]:
-    return [cast("DeviceCall", call) for call, _ in collected]
-
-
 def _faults(calls: Sequence[Any]) -> list[torch.Tensor]:
     """Where the device notes what is wrong with the ids of these `DeviceCall`s."""
     return [call.memory.faults[call.block] for call in calls]
@@ -441,7 +437,7 @@ def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
 
 def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
     """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     for call, grad in zip(calls, grads, strict=True):
         call.record_stream(grad)
     parts = [call.parts[g] for call in calls]
