@@ -531,7 +531,7 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
                 f"capacity as a share of the rows must lie in (0, 1], got {shown(capacity)}; a number of rows is an int"
             )
         slots = math.ceil(rows * capacity)
-    elif is_whole(capacity) and capacity >= 1:
+    elif not isinstance(capacity, str) and is_whole(capacity) and capacity >= 1:
         slots = capacity
     else:
         raise ConfigError(

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.cache.policy import scoring
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.pipeline import plan_executors
+from tieredemb.pipeline.lookups import LookupSpec
 
 ROWS, PARTS = 64, 4
 POLICIES = [te.LFU(half_life_batches=3), te.LFU(half_life_batches=math.inf), te.LRU()]
@@ -178,9 +180,11 @@ def test_plans_made_ahead_age_as_they_are_told(device, tmp_path, staged):
         for step in range(8):
             parts = [part for part in parts_of(step)[1] if len(part)]
             for number, ids in enumerate(parts):
-                ahead.engine.plan_ahead(
-                    executor, (ids,), ahead._batch, ahead.call_context, PlanKind(ages=number == 0, ahead=True)
-                )
+                its = LookupSpec(ahead, (ids,))
+                with contextlib.nullcontext() if executor.on_thread else executor.planning([its]):
+                    ahead.engine.plan_ahead(
+                        executor, its.given, ahead._batch, ahead.call_context, PlanKind(ages=number == 0, ahead=True)
+                    )
                 plan(plain, ids, ages=number == 0).release()
             with torch.no_grad():
                 for ids in parts:

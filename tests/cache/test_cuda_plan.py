@@ -14,7 +14,7 @@ from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, field_
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
-from tieredemb.kernels.constants import DROPPED
+from tieredemb.kernels.constants import ASSIGN, DROPPED, PUBLISH
 from tieredemb.storage.base import RowLayout
 
 BEGUN = 1_000_000  # batches before the first: rows may have been used that long ago
@@ -59,11 +59,11 @@ class Plans:
 
     def end_in_two(self):
         self.plan.choose(self.missed)
-        self.plan.assign(self.homes, self.missed, self.overflow, commit=True)
+        self.plan.settle(self.homes, self.missed, self.overflow, ASSIGN | PUBLISH)
 
     def end_in_one(self):
         self.plan.place(self.missed, lag=self.lag)
-        self.plan.publish(self.homes, self.missed, self.overflow)
+        self.plan.settle(self.homes, self.missed, self.overflow, PUBLISH)
 
     def memory(self):
         """All that the end of a plan reads and writes."""

@@ -32,7 +32,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import compiler
 from tieredemb.kernels.arguments import signature, struct_type
 from tieredemb.kernels.compiler import Kernel
-from tieredemb.kernels.constants import DROPPED, MOST_JOINED, MOST_TOLD
+from tieredemb.kernels.constants import ASSIGN, DROPPED, MOST_JOINED, MOST_TOLD, PUBLISH
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.kernels.spread import RowSpread
@@ -464,10 +464,10 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.begin(missed, kind, lag=1, client=client, overflow=overflow)
         plan.find(keys, homes, missed, kind, overflow=overflow)
     plan.place(missed, lag=1)
-    plan.publish(homes, missed, overflow)
+    plan.settle(homes, missed, overflow, PUBLISH)
     plan.choose(missed)
-    for commit in (False, True):
-        plan.assign(homes, missed, overflow, commit=commit)
+    for part in (0, ASSIGN | PUBLISH):
+        plan.settle(homes, missed, overflow, part)
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
     assert index.isdisjoint(launched) != overflow.uncached

@@ -8,14 +8,11 @@ import torch
 from tieredemb.step.planned_forwards import CompletedFuture, Planned, PlannedForwards
 
 
-class Shares:
-    """What was planned for several forwards."""
+class Plan:
+    """What was planned."""
 
     def complete(self):
         return True
-
-    def share(self, number, given):
-        return number
 
 
 class Waits:
@@ -23,13 +20,13 @@ class Waits:
 
     def __init__(self, *inputs):
         self.tables = [object() for _ in inputs]
-        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), CompletedFuture(Shares()))
+        self.planned = Planned(list(zip(self.tables, inputs, strict=True)), CompletedFuture(Plan()))
 
     def come(self, number, given):
         """Whether one that comes is taken for that forward."""
         forwards = PlannedForwards()
         forwards.add(self.planned)
-        return forwards.take(self.tables[number], given) == number
+        return forwards.take(self.tables[number], given) is not None
 
 
 def test_inputs_are_known_by_their_memory_form_and_content():
@@ -65,12 +62,12 @@ def test_what_was_planned_again_is_of_the_content_then():
     ids, offsets = torch.arange(6), torch.arange(3)
     waits = Waits((ids, offsets))
     ids.add_(1)
-    again = waits.planned.rebind(Shares())
+    again = waits.planned.rebind(Plan())
     assert not waits.come(0, (ids, offsets))
     waits.planned = again
     assert waits.come(0, (ids, offsets))
     ids.add_(1)
-    waits.planned = again.rebind(Shares())
+    waits.planned = again.rebind(Plan())
     ids.add_(1)
     assert not waits.come(0, (ids, offsets))
 
@@ -88,6 +85,8 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
     ids, asked = torch.arange(6), []
 
     class Joint:
+        contexts = ()
+
         def complete(self):
             asked.append("complete")
             return arrives
@@ -100,6 +99,6 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
             asked.append("release")
 
     tables, forwards = object(), PlannedForwards()
-    forwards.add(Planned([(tables, (ids,))], CompletedFuture(Joint())))
+    forwards.add(Planned([(tables, (ids,))], CompletedFuture(Joint()), shared=Joint()))
     assert forwards.take(tables, (ids,)) == ((0, (ids,)) if arrives else None)
     assert asked == (["complete", "share"] if arrives else ["complete", "release"])

@@ -125,11 +125,11 @@ def test_to_ask_what_a_plan_would_depend_on_changes_nothing(made):
     bag = made(60)
     bag(torch.arange(100, device="cuda")[:, None]).square().sum().backward()
     cache = bag.tables.groups[0].cache
-    uncached, batch = cache.transfer._uncached, cache.last
+    uncached, batch = cache.transfer._uncached, cache.plans
     assert uncached == 40
     with cache.plan_lock, cache.lock:
         assert cache.next_plan(5) is None
-    assert (cache.transfer._uncached, cache.last) == (uncached, batch)
+    assert (cache.transfer._uncached, cache.plans) == (uncached, batch)
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
     bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
     assert cache.transfer._uncached == 0

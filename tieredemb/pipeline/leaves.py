@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tieredemb.errors import UnsupportedError
+from tieredemb.step.autograd_grad import nodes_behind
 from tieredemb.step.program import BACKWARDS
 
 _STREAM = "tieredemb.stream"  # where a node's metadata, which live as long as it, say on which stream it runs
@@ -126,13 +127,6 @@ def _roots() -> list[Any]:
 
 def _leaves_of(roots: list[Any], device: torch.device) -> Iterator[torch.Tensor]:
     """The leaves on `device` that are reached from these nodes."""
-    todo = [node for node in roots if node is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
+    for node in nodes_behind(roots):
         if type(node).__name__ == "AccumulateGrad" and node.variable.device == device:
             yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)

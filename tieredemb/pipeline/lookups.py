@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import torch
 from tieredemb.errors import ConfigError
 from tieredemb.lookup.bags import Places
 from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
+from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.keyed import KeyedInputs, is_keyed
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
@@ -26,6 +29,25 @@ class LookupSpec(NamedTuple):
     module: LookupModule
     given: Given
     trains: bool = True
+
+
+class Listener:
+    """Passes forwards, of any module and thread, to a method of who learns from them; stops once nobody has that any
+    more, as one that was interrupted."""
+
+    def __init__(self, observe: Callable[[Forward], object]) -> None:
+        self._observe = weakref.WeakMethod(observe)
+
+    def __call__(self, forward: Forward) -> None:
+        observe = self._observe()
+        if observe is None:
+            self.leave()
+        else:
+            observe(forward)
+
+    def leave(self) -> None:
+        with contextlib.suppress(ValueError):  # it has left, or an interrupt came before it was there
+            LISTENERS.remove(self)
 
 
 class InBatch(NamedTuple):
@@ -54,6 +76,15 @@ class Learned:
     What was in no batch, offsets or the features' places, is taken to be the same each time, for ids of one shape."""
 
     forwards: tuple[tuple[LookupModule, Inputs, bool], ...]
+
+    @property
+    def identity(self) -> list[Any]:
+        """Equal of lookups in the same tables by the same parts of a batch, where what was in none is the same tensor,
+        unchanged."""
+        return [
+            (module, trains, [identity((part,)) if isinstance(part, torch.Tensor) else part for part in inputs])
+            for module, inputs, trains in self.forwards
+        ]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
         found = []

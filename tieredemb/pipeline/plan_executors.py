@@ -108,8 +108,8 @@ class ThreadExecutor(ThreadPoolExecutor, PlanExecutor):
 
 
 class StreamExecutor(PlanExecutor):
-    """A stream of a GPU: the device's one for all of these, or the given one. Plans are launched there at once, and run
-    when the device gets to them."""
+    """A stream of a GPU: the device's one for all of these, or the given one. Plans are launched there at once, inside
+    of `planning`, and run when the device gets to them."""
 
     on_thread = False
 
@@ -119,31 +119,17 @@ class StreamExecutor(PlanExecutor):
         self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
         self.behind: torch.cuda.Stream | None = None  # what plans follow that are begun before they can be made
-        self.is_entered = False
         self._caches: dict[Cache, None] = {}
         self._locks = Locks(())
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        with contextlib.nullcontext() if self.is_entered else self._entered():
-            self.wait_to_plan()
-            return _called(lambda: function(*args, **keywords))
-
-    def wait_for_inputs(self) -> None:
-        if not self.is_entered and self.arrived is not None:
-            self.arrived.wait(current_stream(self.device.index))
+        self.wait_to_plan()
+        return _called(lambda: function(*args, **keywords))
 
     def wait_to_plan(self) -> None:
         """The current stream waits for what plans are made behind."""
         if self.behind is not None:
             current_stream(self.device.index).wait_stream(self.behind)
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
-        if self.arrived is not None:
-            self.arrived.wait(self.stream)
-        with on_stream(self.stream):
-            yield
 
     @contextlib.contextmanager
     def planning(self, lookups: Sequence[LookupSpec]) -> Iterator[Collection[Cache]]:
@@ -158,15 +144,15 @@ class StreamExecutor(PlanExecutor):
             self._caches, self._locks = caches, Locks(caches, rows=False)
         inputs = [part for lookup in lookups for part in lookup.given]
         # before the stream is used: a capture on another thread may have forked into it
-        with self._locks.held(), self._entered(), contextlib.ExitStack() as ahead:
-            for cache in caches:
-                ahead.enter_context(cache.ahead(inputs, None))
-                inputs = []
-            try:
-                self.is_entered = True
+        with self._locks.held():
+            self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
+            if self.arrived is not None:
+                self.arrived.wait(self.stream)
+            with on_stream(self.stream), contextlib.ExitStack() as ahead:
+                for cache in caches:
+                    ahead.enter_context(cache.ahead(inputs, None))
+                    inputs = []
                 yield caches
-            finally:
-                self.is_entered = False
 
 
 class WorkerExecutor(ThreadExecutor):

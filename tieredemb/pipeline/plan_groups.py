@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from tieredemb.step.batch import Batch, Given
     from tieredemb.step.call_memory import CallMemory
-    from tieredemb.step.forwards import Forwards
-    from tieredemb.step.program import CallContext
+    from tieredemb.step.program import Call, CallContext
     from tieredemb.tables.table_set import Place, Placed, TableSet
 
 PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
@@ -163,9 +162,9 @@ def plan_at_once(groups: Sequence[GroupLookups], done: list[PlannedGroup]) -> No
             if begins and pool.division is not None and pool.division.is_due_in(pool):
                 pool.division.divide()
         if _plan_as_one(group, lookups, done, None, USE._replace(ages=tuple(ages)), None):
-            forwards = done[-1][1].result()
+            call = done[-1][1].result()
             for _, tables in group.starts:
-                tables.pool.times.looked_up(tables, forwards)  # a step has begun with it
+                tables.pool.times.looked_up(tables, call)  # a step has begun with it
 
 
 def _plan_as_one(
@@ -181,7 +180,7 @@ def _plan_as_one(
     lookups say."""
     from tieredemb.step.batch_form import BatchForm, may_join
     from tieredemb.step.engine import call_type
-    from tieredemb.step.forwards import Forwards, context_of, known_context
+    from tieredemb.step.forwards import Forwards, context_of
 
     modules, pools = cast("Sequence[TieredModule]", group.modules), group.pools
     first = modules[0]
@@ -194,11 +193,11 @@ def _plan_as_one(
         given_to.append((module.call_context.tables, given))
     guards, signature = guards_of(inputs)
     try:
-        context = known_context(pools, first.options)
+        context = context_of(pools, first.options, make=False)
         form = None
         ids = [its[0] for its in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
-            counts = [each[3].numel() for each in ids]
+            counts = [each[2].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)
         if context is None or form is None:
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
@@ -210,13 +209,13 @@ def _plan_as_one(
             context.forms.put(signature, context.tables.placed.now, form)
         device = pools[0][0].placed.now.config.device
         call = call_type(device.type)(context, form.size, form)
-        forwards = Forwards(call, contexts)
+        shared = Forwards(call, contexts)
         trains = lookups[0].trains and any(module.is_trainable for module in modules)  # some may be frozen by now
         kind, may_exceed = kind._replace(trains=trains), first.engine.may_exceed_bags
 
-        def plan() -> Forwards:
+        def plan() -> Call:
             call.plan(call.join(inputs), kind, may_exceed_bags=may_exceed, memory=memory)
-            return forwards
+            return call
 
         if executor is not None and executor.on_thread:
             for pool, _ in pools:
@@ -228,7 +227,7 @@ def _plan_as_one(
     except (TieredEmbError, RuntimeError):
         return False
     among = first.planned
-    planned = Planned(given_to, future, guards)
+    planned = Planned(given_to, future, guards, shared)
     done.append((among, planned))
     among.add(planned)
     return True

@@ -13,9 +13,9 @@ nothing could be planned as one, the hooks do nothing.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ from torch import nn
 from tieredemb.kernels.tracing import untraced
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, learn
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, plan_at_once
-from tieredemb.step.planned_forwards import PlannedForwards, identity
+from tieredemb.step.planned_forwards import PlannedForwards
 from tieredemb.step.program import inside_backward
 
 # calls that did not look up what was planned for them, or as the one before: then nothing is planned any more
@@ -102,16 +102,30 @@ class _Pattern:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that is under way. `planned`: for it · `observed`: its lookups, if it is learned from."""
+    """A call that is under way. `planned`: for it · `observed`: its lookups, if it is learned from: those that its
+    `thread` makes in `modules`."""
 
     pattern: _Pattern
     planned: list[PlannedGroup] = field(default_factory=list)
     observed: list[LookupSpec] | None = None
-    listener: _Listener | None = None
+    listener: Listener | None = None
+    thread: int = 0
+    modules: Collection[LookupModule] = ()
 
     def listen(self, model: nn.Module) -> None:
-        self.observed, self.listener = [], _Listener(self, model)
+        self.thread = threading.get_ident()
+        self.modules = weakref.WeakSet(part for part in model.modules() if isinstance(part, LookupModule))
+        self.observed, self.listener = [], Listener(self.observe)
         LISTENERS.append(self.listener)
+
+    def observe(self, forward: Forward) -> None:
+        """A forward has come, of any module and thread."""
+        if self.observed is None or self.listener is None:
+            return
+        if len(self.observed) == MOST_OBSERVED:
+            self.listener.leave()
+        elif threading.get_ident() == self.thread and forward.module in self.modules:
+            self.observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 
     def leave(self, model: nn.Module) -> None:
         """It has ended, in whatever way."""
@@ -123,27 +137,6 @@ class _Call:
             self.pattern.forget()
         elif left:
             self.pattern.mispredicted()
-
-
-class _Listener:
-    """Collects the lookups that a call's thread makes in its model; stops once nobody has the call, as one that was
-    interrupted."""
-
-    def __init__(self, call: _Call, model: nn.Module) -> None:
-        self._call = weakref.ref(call)
-        self._thread = threading.get_ident()
-        self._modules = weakref.WeakSet(part for part in model.modules() if isinstance(part, LookupModule))
-
-    def __call__(self, forward: Forward) -> None:
-        call = self._call()
-        if call is None or call.observed is None or len(call.observed) == MOST_OBSERVED:
-            self.leave()
-        elif threading.get_ident() == self._thread and forward.module in self._modules:
-            call.observed.append(LookupSpec(forward.module, forward.given, forward.trains))
-
-    def leave(self) -> None:
-        with contextlib.suppress(ValueError):  # another thread may have removed it, too
-            LISTENERS.remove(self)
 
 
 class PlannedCalls:
@@ -215,7 +208,7 @@ class PlannedCalls:
             return
         before, pattern.lookups = pattern.lookups, lookups
         pattern.planned = {lookup.module.planned for lookup in call.observed}
-        pattern.is_sure = before is not None and _are_alike(before, lookups)
+        pattern.is_sure = before is not None and before.identity == lookups.identity
         if before is not None and not pattern.is_sure:
             pattern.mispredicted()
 
@@ -259,22 +252,3 @@ def _looked_up(pattern: _Pattern, given: Any) -> list[LookupSpec]:
         if tensor.is_inference():
             return []
     return lookups
-
-
-def _are_alike(one: Learned, other: Learned) -> bool:
-    """Whether two calls have looked up in the same tables by the same arguments, and what was not among these is the
-    same tensor, unchanged."""
-    if len(one.forwards) != len(other.forwards):
-        return False
-    for (module, inputs, trains), (its_module, its_inputs, its_trains) in zip(
-        one.forwards, other.forwards, strict=True
-    ):
-        if module is not its_module or trains != its_trains or len(inputs) != len(its_inputs):
-            return False
-        for part, its_part in zip(inputs, its_inputs, strict=True):
-            if isinstance(part, torch.Tensor) and isinstance(its_part, torch.Tensor):
-                if identity((part,)) != identity((its_part,)):
-                    return False
-            elif isinstance(part, torch.Tensor) or isinstance(its_part, torch.Tensor) or part != its_part:
-                return False
-    return True

@@ -24,7 +24,7 @@ from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
 from tieredemb.pipeline.backward_thread import backward_on_this_thread
-from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, divisions_of, learn
+from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
 from tieredemb.step.planned_forwards import PlannedForwards
@@ -151,24 +151,6 @@ class _Fetched(Generic[B]):
         return sum(among.drop(each, wait=wait) for among, each in planned)
 
 
-class _Listener:
-    """Passes forwards to a loop; stops once nobody has the loop, as one whose beginning was interrupted."""
-
-    def __init__(self, run: Run[Any]) -> None:
-        self._run = weakref.ref(run)
-
-    def __call__(self, forward: Forward) -> None:
-        run = self._run()
-        if run is None:
-            self.leave()
-        else:
-            run.observe(forward)
-
-    def leave(self) -> None:
-        with contextlib.suppress(ValueError):  # it has left, or an interrupt came before it was there
-            LISTENERS.remove(self)
-
-
 class Run(Generic[B]):
     """One loop over the batches. `named`: what a batch's forwards look up, where the user has named it."""
 
@@ -185,7 +167,7 @@ class Run(Generic[B]):
         self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
         self._observed: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
         self._warned = False
         for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _running())):
             planned.drop_all()  # plans of a loop whose end was interrupted
@@ -313,13 +295,13 @@ class Run(Generic[B]):
 
     def _listen(self, on: bool) -> None:
         if on:
-            self._listener = _Listener(self)
+            self._listener = Listener(self.observe)
             LISTENERS.append(self._listener)
         elif self._listener is not None:
             self._listener.leave()
 
     def observe(self, forward: Forward) -> None:
-        """A forward has come, of any module."""
+        """A forward has come, of any module and thread."""
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
             self._observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 

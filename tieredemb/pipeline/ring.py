@@ -492,7 +492,7 @@ class Ring(Generic[R]):
 
     def _leave(self) -> None:
         """A step is over, and has left batches in flight."""
-        self._last = [cache.last for cache in self._books]
+        self._last = [cache.plans for cache in self._books]
         self._pending = [cache.unfinished for cache in self._books]
 
 

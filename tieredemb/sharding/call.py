@@ -40,7 +40,7 @@ from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import NUMBERS, Call, Shareable
+from tieredemb.step.program import NUMBERS, Call
 
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
@@ -70,7 +70,7 @@ class ReadyGradients(NamedTuple):
     is_settled: bool
 
 
-class ShardedCall(Shareable):
+class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
     call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
@@ -80,6 +80,7 @@ class ShardedCall(Shareable):
 
     row_bound: int | None = None
     is_over = False
+    forwards = None  # see `Call`
     requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
     # the most that it asks another rank for in each part; until the host has looked (`_is_later`) it is taken for what
     # it was before

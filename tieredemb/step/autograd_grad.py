@@ -7,7 +7,7 @@ searched for these nodes, and their calls pass their gradients on instead of tra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tenso
     """Inside, lookups that `heads` were computed from give their gradients to the list that comes second, where
     autograd reaches their leaves, which come first."""
     leaves, calls, collected = [], list[Call](), Collected()
-    for node in _nodes(heads):
+    for node in filter(_is_lookup, nodes_behind(each.grad_fn for each in heads)):
         its = [node.call] if hasattr(node, "call") else list(node.calls.values())
         if node.needs_input_grad[0]:
             leaves.append(node.next_functions[0][0].variable)
@@ -113,16 +113,18 @@ def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tenso
             call.requested = None
 
 
-def _nodes(heads: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of lookups among all that `heads` were computed by."""
-    todo = [each.grad_fn for each in heads if each.grad_fn is not None]
-    seen, found = set(todo), []
+def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of an autograd graph that are reached from `roots`, each once, these among them; a root may be None."""
+    todo = [node for node in roots if node is not None]
+    seen = set(todo)
     while todo:
-        node: Any = todo.pop()
-        if isinstance(getattr(node, "call", None), WholeUse) or isinstance(getattr(node, "calls", None), Calls):
-            found.append(node)
+        node = todo.pop()
+        yield node
         for after, _ in node.next_functions:
             if after is not None and after not in seen:
                 seen.add(after)
                 todo.append(after)
-    return found
+
+
+def _is_lookup(node: Any) -> bool:
+    return isinstance(getattr(node, "call", None), WholeUse) or isinstance(getattr(node, "calls", None), Calls)

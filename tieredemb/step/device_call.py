@@ -278,10 +278,13 @@ class DeviceCall(Call):
             return
         self.record_stream()
         super().start(trains=trains)
-        if self.reports_later:
-            self._report_now()
+        self._report()
 
-    def _report_now(self) -> None:
+    def _report(self) -> None:
+        """Reports a fault to the host, unless that was done."""
+        if not self.reports_later:
+            return
+        self.record_stream()
         with self.parts[0].group.cache.using(*self.tickets):
             self.report_faults()
         self.reports_later = False
@@ -306,10 +309,6 @@ class DeviceCall(Call):
         if self.stack is not None:
             return self.stack.rows
         return self.ids if not config.pooled else self.batch * len(config.tables) if config.apart else self.batch
-
-    def tables_of_rows(self) -> torch.Tensor:
-        (part,) = self.parts
-        return part.tables_of_rows()
 
     def output_shapes(self) -> list[tuple[int, int]]:
         """Of the output; of several forwards that of those in each block."""
@@ -355,8 +354,7 @@ class DeviceCall(Call):
                 if found is not None:
                     self.reports_later = False
                     return found
-            self.record_stream()
-            self._report_now()
+            self._report()
         config = self.context.tables.config
         outs = [torch.empty(shape, dtype=config.output_dtype, device=config.device) for shape in self.output_shapes()]
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
@@ -400,12 +398,6 @@ class DeviceCall(Call):
         self.record_stream()
         return StackRows(bags, rows, every)
 
-    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
-        for part in self.parts:
-            part.weights_gradient(grad, out)
-        return out
-
     def weigh(self, scale: torch.Tensor) -> None:
         (part,) = self.parts
         part.weights = scale
@@ -445,18 +437,12 @@ class DeviceCall(Call):
 
     def pool_blocks(self) -> list[torch.Tensor]:
         if self.source is None:
-            self._report_if_due()
+            self._report()
         return self.pool_all(None, differentiable=False)
 
     def begin_alone(self) -> None:
         self.source = None
-        self._report_if_due()
-
-    def _report_if_due(self) -> None:
-        """Reports a fault to the host, unless that was done."""
-        if self.reports_later:
-            self.record_stream()
-            self._report_now()
+        self._report()
 
     def alone(self, block: int, place: int, context: CallContext) -> DeviceCall:
         assert self.form is not None

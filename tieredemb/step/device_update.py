@@ -76,10 +76,11 @@ def _is_large(sets: Sequence[Collected]) -> bool:
 def _update(collected: Collected) -> None:
     """One optimizer step for calls over one set of tables, in forward order: all groups of it side by side."""
     context = collected[0][0].context
-    tables, calls, grads = context.tables, _device_calls(collected), [grad.contiguous() for _, grad in collected]
+    tables, calls, grads = context.tables, [call for call, _ in collected], [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
     with tables.placed.now.rows.held(), on_device(tables.config.device):
-        scaling, stays = _scaling([collected], grads)  # notes what is skipped, for which other threads wait
+        # notes what is skipped, for which other threads wait
+        scaling, stays = scaling_of([context.check_trainable()], tables, grads)
         faults, updates = _faults(calls), list[_Update]()
         for g, group in enumerate(tables.groups):
             parts = [call.parts[g] for call in calls]
@@ -141,11 +142,13 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     tables = contexts[0].tables.whole
     whole = cast("DeviceGroup", tables.groups[0])
     collected = in_forward_order([pair for calls in sets for pair in calls])
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     parts = [call.parts[0] for call in calls]
     with on_device(tables.config.device):
         taken = whole.numbered([context.tables.groups[0].own.start for context in contexts])
-        scaling, stays = _scaling(sets, grads, taken)
+        in_order = sorted(contexts, key=lambda context: context.tables.groups[0].own.start)
+        optimizers = [context.check_trainable() for context in in_order]
+        scaling, stays = scaling_of(optimizers, in_order[0].tables, grads, taken)
 
     counts = [len(grad) for grad in grads]
 
@@ -262,23 +265,15 @@ def _launch(
             launch(grads)
 
 
-def _scaling(
-    sets: Sequence[Collected], grads: list[torch.Tensor], taken: torch.Tensor | None = None
-) -> tuple[Scaling, bool]:
-    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one. `sets`: the
-    calls over one set of tables, or over several that take steps of their own · `taken`: their numbers, int32 (T,)."""
-    sets = sorted(sets, key=lambda calls: calls[0][0].context.tables.groups[0].own.start)
-    contexts = [calls[0][0].context for calls in sets]
-    return scaling_of([context.check_trainable() for context in contexts], contexts[0].tables, grads, taken)
-
-
 def scaling_of(
     optimizers: Sequence[RowOptimizer],
     tables: TableSet,
     grads: list[torch.Tensor],
     taken: torch.Tensor | None = None,
 ) -> tuple[Scaling, bool]:
-    """The same of the optimizers of `tables`, or of several sets that share caches with these."""
+    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one.
+    `optimizers`: of `tables`; or of several sets that share caches with these, in their order there, each of which
+    takes steps of its own: `taken`, their numbers, int32 (T,)."""
     found_inf, grad_scale = optimizers[0].scaling(grads)
     stays = found_inf is None and grad_scale is None
     found = [optimizer.spoilt() for optimizer in optimizers]
@@ -325,10 +320,6 @@ def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
                 rate, numbers = group.lookup.begin(options, group.device_steps, no_faults, scaling, work, group.past)
                 if group.past is not None:
                     group.lookup.end(options, group.device_steps, rate, numbers, group.past)
-
-
-def _device_calls(collected: Collected) -> list[DeviceCall]:
-    return [cast("DeviceCall", call) for call, _ in collected]
 
 
 def _faults(calls: Sequence[Any]) -> list[torch.Tensor]:
@@ -446,7 +437,7 @@ def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
 
 def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
     """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     for call, grad in zip(calls, grads, strict=True):
         call.record_stream(grad)
     parts = [call.parts[g] for call in calls]

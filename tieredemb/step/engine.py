@@ -308,28 +308,18 @@ class Engine:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
         `Call.plan` and `TieredModule.plan_ahead`."""
 
-        def now() -> Call:
-            return self._call(make_batch(*given), context, kind, memory)
-
-        if executor.is_entered:
-            planned = Planned([(self.tables, given)], executor.submit(now))
-            self.planned.add(planned)
-            return planned
-        caches = [group.cache for group in self.tables.groups]
-        if executor.on_thread:
-            for cache in caches:
-                cache.release_locks()
-        holds = [cache.hold() if executor.on_thread else None for cache in caches]
-
         def plan() -> Call:
             with contextlib.ExitStack() as ahead:
-                for cache, hold in zip(caches, holds, strict=True):
+                for cache, hold in holds:
                     ahead.enter_context(cache.ahead(given, hold))
-                return now()
+                return self._call(make_batch(*given), context, kind, memory)
 
-        # before the executor's stream is used: a capture on another thread may have forked into it
-        with contextlib.nullcontext() if executor.on_thread else self.tables.planning():
-            planned = Planned([(self.tables, given)], executor.submit(plan))
+        # else who has entered the executor has done so with these
+        caches = [group.cache for group in self.tables.groups] if executor.on_thread else []
+        for cache in caches:
+            cache.release_locks()
+        holds = [(cache, cache.hold()) for cache in caches]
+        planned = Planned([(self.tables, given)], executor.submit(plan))
         self.planned.add(planned)
         return planned
 

@@ -33,11 +33,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tieredemb.step.program import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Calls, Collected, Shareable
+from tieredemb.step.program import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Calls, Collected
 from tieredemb.tables.pool import Member, Pool, Selection
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Given
     from tieredemb.tables.row_optimizer import RowOptimizer
@@ -76,31 +75,19 @@ def _never(_: object) -> None:
 Tables = Sequence[tuple[Pool, tuple[int, ...]]]  # of related pools, by their numbers there
 
 
-def key_of(tables: Tables, options: LookupOptions) -> tuple[object, ...]:
-    """What tells lookups in these tables from others in related pools."""
-    return *[(pool.order, numbers) for pool, numbers in tables], options
-
-
-def known_context(tables: Tables, options: LookupOptions) -> CallContext | None:
-    """What calls over these tables have needed before, if there were any."""
-    found: CallContext | None = tables[0][0].related.contexts.get(key_of(tables, options))
-    return found
-
-
-def context_of(tables: Tables, options: LookupOptions) -> CallContext | None:
-    """What calls over these tables need; None where so many others were asked for that a model is not likely to come
-    back to them."""
-    found, contexts = known_context(tables, options), tables[0][0].related.contexts
-    if found is None and len(contexts) < MOST_SELECTIONS:
-        found = CallContext(Selection(tables), options, _Nobody(), BackwardPass(), _never)
-        key = key_of(tables, options)
-        contexts[key] = found
+def context_of(tables: Tables, options: LookupOptions, *, make: bool = True) -> CallContext | None:
+    """What calls over these tables need, as it was made before. None where it was not: unless it is to be made, and not
+    so many others were asked for that a model is not likely to come back to them."""
+    contexts, key = tables[0][0].related.contexts, (*[(pool.order, numbers) for pool, numbers in tables], options)
+    found: CallContext | None = contexts.get(key)
+    if found is None and make and len(contexts) < MOST_SELECTIONS:
+        found = contexts[key] = CallContext(Selection(tables), options, _Nobody(), BackwardPass(), _never)
         for pool, _ in tables:  # with any of these it goes, and lets the caches of that go
             weakref.finalize(pool, contexts.pop, key, None).atexit = False
     return found
 
 
-class Forwards(Shareable):
+class Forwards:
     """The forwards of one `call`, of batches of its `form`. `contexts`: of who makes each forward ·
     `is_dense`: whether tables have steps to catch up with. Of the call's `parts` each is what one pool has
     planned: a block of the form."""
@@ -120,40 +107,9 @@ class Forwards(Shareable):
         self._lagging: list[Forward] = []  # those that have come, whose rows are to be brought to the current step
         self._taking = threading.Lock()  # of those by one thread
 
-    # --- as what is planned -------------------------------------------------------------------------------------------
-
-    @property
-    def parts(self) -> list[Any]:
-        """What each pool has planned."""
-        return self.call.parts
-
-    @property
-    def memory(self) -> Any:
-        """Where the plan lies, on a GPU."""
-        return self.call.memory  # type: ignore[attr-defined]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether none of them is in flight any more."""
-        return self.call.is_over
-
-    def complete(self) -> bool:
-        """See `Call`."""
-        return self.call.complete()
-
-    def arrive(self) -> None:
-        """The current stream of a GPU waits for what was planned ahead."""
-        self.call.arrive()  # type: ignore[attr-defined]
-
-    def mark_arrived(self) -> None:
-        """Nothing need wait for what was planned ahead any more."""
-        self.call.mark_arrived()  # type: ignore[attr-defined]
-
-    def rebind(self, tickets: Sequence[DeviceTicket]) -> Forwards:
-        """Those that a replay has planned to where these were, with the `tickets` of their parts."""
-        return Forwards(self.call.rebind(tickets), self.contexts)  # type: ignore[attr-defined]
-
     def share(self, number: int, given: Given) -> Forward | None:
+        """The call of the forward of that number, which is `given` these inputs; None where these are known to be
+        others by now than those that were planned."""
         if self.call.planned_inputs is not None:
             inputs = cast("Sequence[torch.Tensor]", given)
             for planned, now in zip(self.call.planned_inputs[number], inputs, strict=False):
@@ -258,6 +214,7 @@ class Forwards(Shareable):
         self.release_part(*[forward.position for forward in those])
 
     def release_part(self, *positions: int) -> None:
+        """Forwards are over; with the last one the plan is."""
         self.expected.difference_update(positions)
         if self._lagging and not self.expected:
             self.catch_up_those_that_came()
@@ -273,10 +230,7 @@ class Forwards(Shareable):
                 node[1].pop(each, None)
         if not self._in_flight:
             self._rows, self._node = (), None
-            self.release()
-
-    def release(self) -> None:
-        self.call.release()
+            self.call.release()
 
 
 class Forward:
@@ -316,7 +270,7 @@ class Forward:
     @property
     def memory(self) -> Any:
         """Where the plan of all lies, on a GPU."""
-        return self.forwards.memory
+        return self.forwards.call.memory  # type: ignore[attr-defined]
 
     @property
     def rows(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,32 @@ from tieredemb.tables.table_set import TableSet
 
 
 @dataclass(frozen=True, eq=False)
-class GradientRows:
-    """`ids`: int64 (U,), ascending · `values`: float32 (U, D), the gradient of each of these rows · `count`: the rows
-    of the table."""
+class RowSums:
+    """What is to be added to the gradient of a table: `values`, float32 (N, D), of the rows `ids`, int64 (N,), none of
+    them twice; −1 where there is nothing to add. On a CPU they ascend."""
 
     ids: torch.Tensor
     values: torch.Tensor
+
+    def add_to(self, found: torch.Tensor, start: int) -> None:
+        """Adds those of the rows from `start` on to `found`, float32 (K, D). Does not synchronise."""
+        if self.ids.device.type == "cpu":
+            low, high = np.searchsorted(self.ids.numpy(), (start, start + len(found))).tolist()
+            found[self.ids[low:high] - start] += self.values[low:high]
+            return
+        place = self.ids - start
+        is_inside = (place >= 0) & (place < len(found))
+        # the others add nothing, each to a row of its own if it can, as additions to one row wait for each other
+        values = torch.where(is_inside[:, None], self.values, -0.0)
+        others = torch.arange(len(place), device=place.device) % len(found)
+        found.index_add_(0, torch.where(is_inside, place, others), values)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientRows(RowSums):
+    """`ids`: int64 (U,), ascending · `values`: float32 (U, D), the gradient of each of these rows · `count`: the rows
+    of the table."""
+
     count: int
 
     @classmethod
@@ -48,10 +68,6 @@ class GradientRows:
         rows, width = shape
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(ids, torch.empty((0, width), dtype=torch.float32, device=device), rows)
-
-    def sums(self) -> RowSums:
-        """To be added to the gradient of a whole table."""
-        return RowSums(self.ids, self.values)
 
     def with_values(self, values: torch.Tensor) -> GradientRows:
         """Of the same rows."""
@@ -102,27 +118,6 @@ class TableRows(NamedTuple):
             yield TableRows(self.table, self.ids[some], self.values[some], start)
 
 
-class RowSums(NamedTuple):
-    """What is to be added to the gradient of a table: `values`, float32 (N, D), of the rows `ids`, int64 (N,), none of
-    them twice; −1 where there is nothing to add. On a CPU they ascend."""
-
-    ids: torch.Tensor
-    values: torch.Tensor
-
-    def add_to(self, found: torch.Tensor, start: int) -> None:
-        """Adds those of the rows from `start` on to `found`, float32 (K, D). Does not synchronise."""
-        if self.ids.device.type == "cpu":
-            low, high = np.searchsorted(self.ids.numpy(), (start, start + len(found))).tolist()
-            found[self.ids[low:high] - start] += self.values[low:high]
-            return
-        place = self.ids - start
-        is_inside = (place >= 0) & (place < len(found))
-        # the others add nothing, each to a row of its own if it can, as additions to one row wait for each other
-        values = torch.where(is_inside[:, None], self.values, -0.0)
-        others = torch.arange(len(place), device=place.device) % len(found)
-        found.index_add_(0, torch.where(is_inside, place, others), values)
-
-
 def union(those: Sequence[GradientRows]) -> torch.Tensor:
     """All rows that any of them reaches, int64 (U,), ascending."""
     first, *others = those
@@ -138,23 +133,12 @@ def union(those: Sequence[GradientRows]) -> torch.Tensor:
 def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
     """The gradient of each table, summed over all occurrences in these calls as their update sums them. Waits for a
     GPU. Raises `IdOutOfRangeError` or `InvalidInputError` for what was wrong with the calls' ids."""
-    device = tables.placed.now.config.device
-    _check_capture(device)
-    found = [GradientRows.empty((table.num_embeddings, table.embedding_dim), device) for table in tables.config.tables]
-    collected = in_forward_order(collected)
-    if not collected:
-        return found
-    tables.check_faults()
-    with torch.no_grad(), tables.placed.now.rows.held():
-        for g, group in enumerate(tables.groups):
-            if isinstance(group, DeviceGroup):
-                table, ids, values = _sums_on_device(group, g, collected)
-            else:
-                assert isinstance(group, HostGroup)
-                table, ids, values = _sums_on_host(group, g, collected)
-            for position, number in enumerate(group.space.tables.tolist()):
-                its, order = ids[mine := table == position].sort()
-                found[number] = GradientRows(its, values[mine][order], found[number].count)
+    found = list[GradientRows]()
+    with torch.no_grad():
+        for sums, table in zip(sums_of_calls(tables, collected), tables.config.tables, strict=True):
+            at = torch.nonzero(sums.ids >= 0).reshape(-1)
+            ids, order = sums.ids[at].sort()
+            found.append(GradientRows(ids, sums.values[at[order]], table.num_embeddings))
     return found
 
 
@@ -162,18 +146,24 @@ def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
     """The same, to be added to the gradients of whole tables. Does not wait for a GPU, which may not have said yet what
     is wrong with ids; the step asks it on the device. Else raises as `rows_of_calls`."""
     device = tables.placed.now.config.device
-    if device.type == "cpu" or not collected:
-        return [each.sums() for each in rows_of_calls(tables, collected)]
     _check_capture(device)
-    found: dict[int, RowSums] = {}
+    found: list[RowSums] = [
+        GradientRows.empty((table.num_embeddings, table.embedding_dim), device) for table in tables.config.tables
+    ]
     collected = in_forward_order(collected)
+    if not collected:
+        return found
     tables.check_faults()
     with torch.no_grad(), tables.placed.now.rows.held():
         for g, group in enumerate(tables.groups):
-            table, ids, values, is_sum = _occurrences_on_device(cast("DeviceGroup", group), g, collected)
-            for position, number in enumerate(group.space.tables.tolist()):
-                found[number] = RowSums(torch.where(is_sum & (table == position), ids, -1), values)
-    return [found[number] for number in range(len(tables.config.tables))]
+            if isinstance(group, DeviceGroup):
+                sums = _sums_on_device(group, g, collected)
+            else:
+                assert isinstance(group, HostGroup)
+                sums = _sums_on_host(group, g, collected)
+            for number, its in zip(group.space.tables.tolist(), sums, strict=True):
+                found[number] = its
+    return found
 
 
 def _check_capture(device: torch.device) -> None:
@@ -184,36 +174,29 @@ def _check_capture(device: torch.device) -> None:
         )
 
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int64 (U,), int64 (U,), float32 (U, D): table, row, gradient
-
-
-def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> Sums:
+def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> list[RowSums]:
+    """Those of each table of a group, here and below."""
     from tieredemb.lookup.gradient_rows_cpu import row_sums
     from tieredemb.step.host_call import gather
 
     parts, space = [call.parts[g] for call, _ in collected], group.space
     for part in parts:
         group.cache.check_rows(part.ticket)
-    segments, gradient = gather(group, parts, [grad.contiguous() for _, grad in collected])
+    segments, gradient = gather(group, parts, [grad for _, grad in collected])
     filled = np.flatnonzero(np.diff(segments.starts))
     first = segments.order[segments.starts[filled]]
     feature = gradient.feature[first]
-    ids = np.concatenate([part.bags.keys for part in parts])[first] - space.first[feature]
-    values = row_sums(segments, gradient, space)[filled]
-    return torch.from_numpy(space.table[feature]), torch.from_numpy(ids), torch.from_numpy(values)
+    table, ids = space.table[feature], np.concatenate([part.bags.keys for part in parts])[first] - space.first[feature]
+    values, found = row_sums(segments, gradient, space)[filled], list[RowSums]()
+    for position in range(len(space.tables)):
+        mine = np.flatnonzero(table == position)
+        mine = mine[np.argsort(ids[mine])]
+        found.append(RowSums(torch.from_numpy(ids[mine]), torch.from_numpy(values[mine])))
+    return found
 
 
-def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> Sums:
-    table, ids, values, is_sum = _occurrences_on_device(group, g, collected)
-    at = torch.nonzero(is_sum).reshape(-1)
-    return table[at], ids[at], values[at]
-
-
-def _occurrences_on_device(
-    group: DeviceGroup, g: int, collected: Collected
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each occurrence its table and row, int64 (N,), and at the first one of each row, bool (N,), the row's
-    gradient, float32 (N, D). Does not synchronise."""
+def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> list[RowSums]:
+    """At the first occurrence of each row. Does not synchronise."""
     from tieredemb.lookup.gradient_norm import first_occurrences
     from tieredemb.lookup.gradient_rows import occurrence_sums
     from tieredemb.step.device_update import combined
@@ -226,7 +209,11 @@ def _occurrences_on_device(
         keys = torch.cat([call.parts[g].bags.keys for call, _ in collected])
         ids = group.device_space.ids(keys, batch.homes, feature)
         table = feature if group.device_space.table is None else group.device_space.table[feature]
-        return table, ids, sums, first == torch.arange(len(first), device=first.device)
+        is_sum = first == torch.arange(len(first), device=first.device)
+        return [
+            RowSums(torch.where(is_sum & (table == position), ids, -1), sums)
+            for position in range(len(group.space.tables))
+        ]
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

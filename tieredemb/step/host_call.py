@@ -297,13 +297,19 @@ class HostGroupCall:
         made.held = grads
         return made
 
-    def weights_gradient(self, grad: Array, out: Array) -> None:
+    def tables_of_rows(self) -> torch.Tensor:
+        """See `Call`."""
+        found = np.zeros(self.outputs.batch, np.int64)  # of an empty bag none
+        found[self.outputs.sample] = self.group.space.tables[self.group.space.table[self.bags.feature]]
+        return torch.from_numpy(found)
+
+    def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
         assert self.forward_rows is not None
         read = self._read(self.ticket.homes)
         homes = np.where(read < 0, read, np.arange(len(read), dtype=np.int32))
-        gradient = weights_gradient(self.forward_rows, homes, self.bags, self.group.space, grad)
-        out[slice(len(gradient)) if self.bags.position is None else self.bags.position] = gradient
+        gradient = weights_gradient(self.forward_rows, homes, self.bags, self.group.space, grad.numpy())
+        out.numpy()[slice(len(gradient)) if self.bags.position is None else self.bags.position] = gradient
 
     def gradient(self, grad: Array) -> Gradient:
         """The gradient of the rows, given that of the outputs: float32 (B, ΣD)."""
@@ -405,13 +411,6 @@ class HostCall(Call):
     def rows(self) -> int:
         return self.parts[0].outputs.batch
 
-    def tables_of_rows(self) -> torch.Tensor:
-        (part,) = self.parts
-        tables = part.group.space.tables[part.group.space.table[part.bags.feature]]
-        of = np.zeros(self.rows, np.int64)  # of an empty bag none
-        of[part.outputs.sample] = tables
-        return torch.from_numpy(of)
-
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         dtype, columns = self.context.tables.placed.now.config.output_dtype, self.context.tables.columns
@@ -446,12 +445,6 @@ class HostCall(Call):
         part.pool_stack(stack, bags, rows, every, array, keep_argmax=differentiable)
         tensors = torch.from_numpy(bags).view(dtype), torch.from_numpy(rows).view(own)
         return StackRows(*tensors, None if every is None else torch.from_numpy(every).view(own))
-
-    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        array = np.zeros(self.ids, np.float32)
-        for part in self.parts:
-            part.weights_gradient(grad.numpy(), array)
-        return torch.from_numpy(array)
 
     def weigh(self, scale: torch.Tensor) -> None:
         (part,) = self.parts

@@ -24,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from sys import getrefcount
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -32,26 +32,16 @@ from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
+from tieredemb.step.gradient_rows import GradientRows, RowSums, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.program import Call, Collected, in_forward_order
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
-from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
+from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of, with_whole
 from tieredemb.step.whole_table import Rows
 from tieredemb.tables.table_set import TableSet
 
-
-class Parameter(Protocol):
-    """A table, as gradients come to it."""
-
-    hooks: Any
-    post_hooks: Any
-
-    def through_hooks(self, rows: GradientRows) -> GradientRows:
-        """What its hooks make of a gradient."""
-
-    def call_post_hooks(self) -> None:
-        """After a backward has brought it a gradient."""
+if TYPE_CHECKING:
+    from tieredemb.step.table_parameter import TableParameter
 
 
 class Owner(Rows, Protocol):
@@ -76,7 +66,7 @@ class PendingGradients:
     def __init__(
         self,
         tables: TableSet,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[TableParameter],
         owner: Owner,
         over_ranks: OverRanks | None = None,
     ) -> None:
@@ -152,13 +142,6 @@ class PendingGradients:
             for each in self._parameters:
                 each.call_post_hooks()
 
-    def _by_row(self) -> list[GradientRows]:
-        """The gradient of each table that is not owned, by row."""
-        found = rows_of_calls(self._tables, self._calls)
-        for table, whole in self.whole.items():
-            found[table] = whole.by_row(found[table].sums())
-        return found
-
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
         """What calls bring to gradients that are owned: those of tables with hooks are from here on."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
@@ -170,7 +153,7 @@ class PendingGradients:
             found[table] = self._parameters[table].through_hooks(come[table])
             self._check_one_rank()
         for table in hooked - set(self._owned):
-            before = before or self._by_row()
+            before = before or with_whole(rows_of_calls(self._tables, self._calls), self.whole)
             self._bound(table).known.set_rows(before[table])
         return found
 
@@ -303,7 +286,7 @@ class PendingGradients:
         numbers = self.values(table) if values is None else values
         rows = rows_of_calls(self._tables, self._calls)[table]
         if table in self.whole:
-            rows = self.whole[table].by_row(rows.sums())
+            rows = self.whole[table].by_row(rows)
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
@@ -353,17 +336,13 @@ class PendingGradients:
         self._fold()
         now = (norm_type, self._epoch, frozenset(self._dropped))
         if self._norms is None or self._norms[0] != now:  # computed once for all tables
-            norms = self._new_norms(norm_type)
+            norms = self._collected_norms(norm_type)
+            for table in self._owned:
+                norms[table].copy_(self._owned.norm(table, norm_type))
             for table in self._dropped:
                 norms[table].zero_()  # an assignment would copy the zero from the host, and wait
             self._norms = now, norms
         return self._norms[1]
-
-    def _new_norms(self, norm_type: float) -> torch.Tensor:
-        norms = self._collected_norms(norm_type)
-        for table in self._owned:
-            norms[table].copy_(self._owned.norm(table, norm_type))
-        return norms
 
     def _collected_norms(self, norm_type: float) -> torch.Tensor:
         """Those of what is not owned. Does not synchronise but where a gradient reaches all rows."""
@@ -511,13 +490,14 @@ class PendingGradients:
     def _rounds(self) -> Iterator[list[TableRows]]:
         """The gradients of rows, some at a time. What calls have found is found now, the rest when it is asked for."""
         whole, first = dict(self.whole), list[TableRows]()
+        sums: Sequence[RowSums]
         if len(whole) == self._count:
             sums = sums_of_calls(self._tables, self._calls)
         else:
             rows = rows_of_calls(self._tables, self._calls)
             rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
             first = [TableRows(t, its.ids, its.values) for t, its in enumerate(rows) if t not in whole and len(its.ids)]
-            sums = [each.sums() for each in rows]
+            sums = rows
 
         def found() -> Iterator[list[TableRows]]:
             if first:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tieredemb.step.batch import Given
+from tieredemb.step.forwards import Forwards
 from tieredemb.step.program import Call
 
 if TYPE_CHECKING:
@@ -19,11 +20,10 @@ T = TypeVar("T")
 
 
 class PlanExecutor(Executor):
-    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them ·
-    `is_entered`: whether this thread has entered it for all forwards of a batch, with the caches that these use."""
+    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them;
+    else at once, by who has entered it for all forwards of a batch, with the caches that these use."""
 
     on_thread: bool
-    is_entered = False
 
     def wait_for_inputs(self) -> None:
         """To be called by who reads inputs of what is to be planned, and not by `submit`: the current stream of a GPU
@@ -59,10 +59,23 @@ class CompletedFuture(Future[T]):
         fn(self)
 
 
-def guards_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object, ...]]:
-    """The guards of inputs, as `torch.compile` names what has to stay: of a tensor itself, its address, its version
-    (−1 in inference mode, where none is counted), shape and strides. And a signature: batches of which it is equal have
-    forms that differ in the numbers of ids alone (`BatchForm`), and that of those that come with offsets."""
+def identity(given: Given) -> tuple[Any, ...]:
+    """The guards of a forward's inputs, as `torch.compile` names what has to stay: of a tensor its address, its version
+    (−1 in inference mode, where none is counted), shape, strides, dtype and device. They tell inputs, as they are now,
+    from others, as long as they are held; to look them up by, too."""
+    found: list[Any] = []
+    for part in given:
+        if isinstance(part, torch.Tensor):
+            version = -1 if part.is_inference() else part._version
+            found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def guards_of(forwards: Sequence[Given]) -> tuple[list[tuple[Any, ...]], tuple[object, ...]]:
+    """The `identity` of each, and a signature: batches of which it is equal have forms that differ in the numbers of
+    ids alone (`BatchForm`), and that of those that come with offsets."""
     guards, signature = [], list[object]()
     known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
@@ -74,12 +87,13 @@ def guards_of(forwards: Sequence[Given]) -> tuple[list[list[Any]], tuple[object,
             found = known.get(id(each))
             if found is None:
                 version = -1 if each.is_inference() else each._version
-                found = known[id(each)] = each, each.data_ptr(), version, each.shape, each.stride()
-            is_any_number = not its and len(given) > 1 and len(found[3]) == 1
+                found = each.data_ptr(), version, each.shape, each.stride(), each.dtype, each.device
+                known[id(each)] = found
+            is_any_number = not its and len(given) > 1 and len(found[2]) == 1
             its.append(found)
-            signature += None if is_any_number else found[3], found[4], each.dtype, each.device
+            signature += None if is_any_number else found[2], *found[3:]
         signature.append(None)
-        guards.append(its)
+        guards.append(tuple(its))
     return guards, tuple(signature)
 
 
@@ -87,40 +101,26 @@ class Planned:
     """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
     twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
     which tables, by their identity · `guards`: of the inputs of each, None once it has come · `count`: how many
-    they are · `left`: how many of them have not come."""
+    they are · `left`: how many of them have not come · `shared`: of several, the plan as they share it."""
 
     def __init__(
         self,
         forwards: Sequence[tuple[TableSet, Given]],
         future: Future[Any],
-        guards: Sequence[list[Any]] | None = None,
+        guards: Sequence[tuple[Any, ...]] | None = None,
+        shared: Forwards | None = None,
     ) -> None:
         self._forwards = forwards
+        self.shared = shared
+        self._contexts = None if shared is None else shared.contexts
         self.numbers = {id(tables): number for number, (tables, _) in enumerate(forwards)}
         if guards is None:
-            guards, _ = guards_of([given for _, given in forwards])
-        self.guards: list[list[Any] | None] = [*guards]
-        self._in_place: list[list[Any]] | None = None  # what they were, for `rebind`
+            guards = [identity(given) for _, given in forwards]
+        self.guards: list[tuple[Any, ...] | None] = [*guards]
+        self._in_place: list[tuple[Any, ...]] | None = None  # what they were, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
-        self._call: Call | None = None  # while some are left, once the plan has come to its end
-
-    def call_of(self, number: int, future: Future[Call]) -> Call | None:
-        """The call of a forward that was taken, once the `future` of then has come; None where planning failed: the
-        forward then finds out why by itself."""
-        call = self._call
-        if call is None:
-            if future.cancelled() or future.exception() is not None:
-                return None
-            call = future.result()
-            if not call.complete():
-                call.release_part(number)
-                return None
-        self._call = call if self.left else None
-        part: Call | None = call.share(number, self._forwards[number][1])
-        if part is None:
-            call.release_part(number)
-        return part
+        self.call: Call | None = None  # while some are left, once the plan has come to its end
 
     @property
     def failed(self) -> bool:
@@ -135,17 +135,17 @@ class Planned:
         """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
         versions are others."""
         if self._in_place is None:
-            self._in_place = guards_of([given for _, given in self._forwards])[0]
+            self._in_place = [identity(given) for _, given in self._forwards]
         guards = []
-        for its in self._in_place:
+        for (_, given), its in zip(self._forwards, self._in_place, strict=True):
             now: list[Any] = []
-            for part in its:
-                if type(part) is tuple:
-                    tensor, address, version, shape, stride = part
-                    part = tensor, address, version if version < 0 else tensor._version, shape, stride
+            for each, part in zip(given, its, strict=True):
+                if isinstance(each, torch.Tensor) and part[1] >= 0:
+                    part = part[0], each._version, *part[2:]
                 now.append(part)
-            guards.append(now)
-        return Planned(self._forwards, CompletedFuture(call), guards)
+            guards.append(tuple(now))
+        shared = None if self._contexts is None else Forwards(call, self._contexts)
+        return Planned(self._forwards, CompletedFuture(call), guards, shared)
 
     def wait(self) -> None:
         """Waits until planning has come to an end, if to an error."""
@@ -164,7 +164,16 @@ class Planned:
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release_part(*[number for number, its in enumerate(self.guards) if its is not None])
+            left = [number for number, its in enumerate(self.guards) if its is not None]
+            _release_parts(future.result(), self.shared, *left)
+
+
+def _release_parts(call: Call, shared: Forwards | None, *numbers: int) -> None:
+    """Releases the call of what was planned, or of several forwards the parts of those that do not come."""
+    if shared is None:
+        call.release()
+    else:
+        shared.release_part(*numbers)
 
 
 _TAKEN: Future[Any] = Future()
@@ -184,24 +193,39 @@ class PlannedForwards:
             self.waiting.append(planned)
 
     def take(self, tables: TableSet, given: Given) -> Call | None:
-        """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
+        """The call that was planned first for these tensors, as they are now; None if there is none, or planning
+        failed: the forward then finds out why by itself. Waits for it."""
         with self._lock:
             for planned in self.waiting:
                 number = planned.numbers.get(id(tables), -1)
                 if number < 0:
                     continue
                 guards = planned.guards[number]
-                if guards is None or not _is_same(given, guards):
+                if guards is None or identity(given) != guards:
                     continue
-                planned.guards[number], future = None, planned.future
+                planned.guards[number], future, shared = None, planned.future, planned.shared
                 planned.left -= 1
                 if not planned.left:  # the call of a forward is the forward's alone to keep
                     self.waiting.remove(planned)
-                    planned.future = _TAKEN
+                    planned.future, planned.shared = _TAKEN, None
                 break
             else:
                 return None
-        return planned.call_of(number, future)
+        call = planned.call
+        if call is None:
+            if future.cancelled() or future.exception() is not None:
+                return None
+            call = future.result()
+            if not call.complete():
+                _release_parts(call, shared, number)
+                return None
+        planned.call = call if planned.left else None
+        if shared is None:
+            return call
+        part: Any = shared.share(number, given)
+        if part is None:
+            _release_parts(call, shared, number)
+        return part  # type: ignore[no-any-return]
 
     def holds(self, planned: Planned) -> bool:
         """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""
@@ -232,37 +256,3 @@ class PlannedForwards:
             planned.drop()
         for planned in dropped:
             planned.end()
-
-
-def _is_same(given: Given, guards: list[Any]) -> bool:
-    """Whether the guards hold for these inputs: the same tensors, or other ones of that memory."""
-    if len(given) != len(guards):
-        return False
-    for part, before in zip(given, guards, strict=True):
-        if not isinstance(part, torch.Tensor):
-            if type(before) is tuple or part != before:
-                return False
-            continue
-        if type(before) is not tuple:
-            return False
-        tensor, pointer, version, shape, stride = before
-        if part.data_ptr() != pointer or (-1 if part.is_inference() else part._version) != version:
-            return False
-        if part.shape != shape or part.stride() != stride:
-            return False
-        if part is not tensor and (part.dtype is not tensor.dtype or part.device != tensor.device):
-            return False
-    return True
-
-
-def identity(given: Given) -> tuple[Any, ...]:
-    """What tells the inputs of a forward, as they are now, from others, as long as they are held; see `Planned`. To
-    look them up by."""
-    found: list[Any] = []
-    for part in given:
-        if isinstance(part, torch.Tensor):
-            version = -1 if part.is_inference() else part._version
-            found.append((part.data_ptr(), version, part.shape, part.stride(), part.dtype, part.device))
-        else:
-            found.append(part)
-    return tuple(found)

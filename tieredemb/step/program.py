@@ -159,33 +159,14 @@ class CallContext:
         return optimizer
 
 
-class Shareable(abc.ABC):
-    """What was planned, for one forward or for several. `forwards`: where it is one of several that were planned as
-    one, these, and `block`: the number of its pool among theirs."""
-
-    forwards: Any = None
-    block = 0
-
-    def share(self, number: int, given: Given) -> Any:
-        """The call of the forward of that number, which is `given` these inputs; None where these are known to be
-        others by now than those that were planned."""
-        return self
-
-    def release_part(self, *numbers: int) -> None:
-        """Forwards are over; with the last one the plan is."""
-        self.release()
-
-    @abc.abstractmethod
-    def release(self) -> None:
-        """Keeps no rows in their slots any more."""
-
-
-class Call(Shareable):
+class Call(abc.ABC):
     """One forward of a module, or several forwards that are planned as one (`Forwards`). `context`: who makes it ·
     `batch`: B, its samples · `form`: of the batch, where it is of several forwards · `parts`: of each group of tables,
     those of one width, its bags, its ticket, and what its gradient needs (`HostGroupCall`, `DeviceGroupCall`)."""
 
     number = -1  # in the order of forwards, once it has started
+    forwards: Any = None  # where it is one of several that were planned as one, these,
+    block = 0  # and the number of its pool among theirs
     consumed = False
     requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
     # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
@@ -194,6 +175,7 @@ class Call(Shareable):
     # on a GPU: where rows of ids that are picked are written, none of which is returned then
     rows_to: RowSpread | None = None
 
+    ids: int  # how many there are
     device_type: str  # that its tables are on
     gpu = -1  # of several forwards, the number of that which their tables are on
     # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
@@ -281,18 +263,23 @@ class Call(Shareable):
 
     # --- backward and update: `apply` in host_call and device_update, for all calls of a backward pass ----------------
 
-    @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
+        found = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
+        for part in self.parts:
+            part.weights_gradient(grad, found)
+        return found
 
     @abc.abstractmethod
     def weigh(self, scale: torch.Tensor) -> None:
         """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
         `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
 
-    @abc.abstractmethod
     def tables_of_rows(self) -> torch.Tensor:
         """The table of each row of an output that has no columns of features, int64 (R,)."""
+        (part,) = self.parts
+        found: torch.Tensor = part.tables_of_rows()
+        return found
 
     # --- release ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +310,7 @@ class Call(Shareable):
         """One of them as a call of its own over its slice of the plan: that at `place` of a block, of who has this
         `context`."""
 
-    def begin_alone(self) -> None:
+    def begin_alone(self) -> None:  # noqa: B027 - a CPU has nothing to begin
         """One of them is about to be looked up by itself."""
 
     @abc.abstractmethod

@@ -249,7 +249,7 @@ class TableGradient(torch.Tensor):
         if name.endswith("_like") or name.startswith("new_"):
             return func(*tree_map_only(TableGradient, empty_of, args), **kwargs)
         if name.startswith("_foreach_"):
-            return _one_by_one(func, name, args, kwargs)
+            return one_by_one(func, name, args, kwargs)
         if name in _SAME_SHAPE and _given_shape(args) == tuple(args[0].shape):
             return _view(func, args, kwargs)
         if _is_pointwise(name):
@@ -489,7 +489,7 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _one_by_one(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def one_by_one(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """A `_foreach_` operation on lists, one after the other."""
     of_one, count = getattr(torch.Tensor, name.removeprefix("_foreach_"), None), len(args[0])
     if of_one is None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,57 +24,21 @@ from tieredemb.kernels.tracing import untraced
 from tieredemb.step.autograd_grad import gradients
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, of_rows
-from tieredemb.step.table_tensor import Module, TableTensor
+from tieredemb.step.table_tensor import TableTensor
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import is_known
 
+if TYPE_CHECKING:
+    from tieredemb.tables.followed_optimizer import FollowedOptimizer
+
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
-
-
-class Gradients(Protocol):
-    """Those of tables, by number. `has_hooks`: whether any table may have hooks of its gradient."""
-
-    has_hooks: bool
-
-    def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a table's parameter; None where it has none."""
-
-    def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces it; None drops the table's gradient."""
-
-
-class Steps(Protocol):
-    """Those of an optimizer. `begun`: of a step that has begun a reference that is empty once it has ended, and its
-    thread; None while none is known to run. Its own code records no gradients, as hooks and closures of a step do, and
-    what follows an exception."""
-
-    begun: Any
-
-
-class Followed(Module, Protocol):
-    """The tables of parameters."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """That they follow."""
-
-    def follow_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows one that has them among its params."""
-
-    @property
-    def pending(self) -> Gradients | None:
-        """Their gradients."""
-
-    @property
-    def followers(self) -> Steps | None:
-        """All that follow it."""
 
 
 class TableParameter(TableTensor):
     """Table number `table` of who it is bound to. `is_sharded`: whether other processes have rows of it, too."""
 
     _is_param = True  # which makes it an instance of nn.Parameter
-    _followed: weakref.ref[Followed] | None
+    _followed: weakref.ref[FollowedOptimizer] | None
     _beside: weakref.ref[Any] | None  # see `Beside`
     is_sharded: bool
     hooks: OrderedDict[int, Hook] | None  # of its gradients, as they come
@@ -107,7 +71,7 @@ class TableParameter(TableTensor):
         shape = config.num_embeddings, config.embedding_dim
         return cls(shape, tables.weight_dtype(table), tables.config.device, table, is_sharded=is_sharded)
 
-    def bind(self, followed: Followed) -> None:
+    def bind(self, followed: FollowedOptimizer) -> None:
         """Is one of these tables from here on."""
         self._followed = weakref.ref(followed)
 
@@ -120,7 +84,7 @@ class TableParameter(TableTensor):
         torch.utils.swap_tensors(self, made)  # type: ignore[no-untyped-call]
 
     @property
-    def module(self) -> Followed:  # type: ignore[override]
+    def module(self) -> FollowedOptimizer:  # type: ignore[override]
         """Raises `StorageError` where its tables are gone, and of what was copied or pickled without them."""
         followed = None if self._followed is None else self._followed()
         if followed is None:
@@ -250,7 +214,7 @@ PLAIN = torch._C.DisableTorchFunctionSubclass
 REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-def bind_all(followed: Followed, parameters: Sequence[torch.Tensor]) -> None:
+def bind_all(followed: FollowedOptimizer, parameters: Sequence[torch.Tensor]) -> None:
     """They are parameters of these tables from here on. One that was copied before its tables were, and has memory of
     its own, becomes one."""
     for table, each in enumerate(parameters):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import RESTORE, untraced
 from tieredemb.step.gradient_rows import GradientRows
-from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
+from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of, one_by_one
 from tieredemb.step.whole_table import Span, elements, product, read
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
@@ -239,7 +239,9 @@ class TableTensor(torch.Tensor):
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
         if torch.is_grad_enabled() and not _only_looks(func, first, args):
-            found = _in_chunks_with_gradient(func, args, kwargs)
+            found = _product(getattr(func, "__name__", "").strip("_"), args, kwargs)
+            if found is NotImplemented and args and isinstance(first, TableTensor):
+                found = elements(func, first, args, kwargs)
             if found is not NotImplemented:
                 return found
             args, kwargs = _renormed(func, args, kwargs)
@@ -274,7 +276,7 @@ class TableTensor(torch.Tensor):
         if not written and _is_view(func):
             return _view(func, args, kwargs)
         _check_gradients(tree_leaves((args, kwargs)), written)
-        if written and name in _POINTWISE and _nbytes(written) > PART_BYTES and _in_parts(written, args, kwargs):
+        if written and name in _POINTWISE and _in_parts(written, args, kwargs):
             return _change_in_parts(func, args, kwargs)
         return _run(func, name, args, kwargs, written)
 
@@ -325,11 +327,7 @@ def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if plain.rstrip("_") not in ("add", "sub") or not args or (name == "sub" and not isinstance(args[0], TableTensor)):
         raise UnsupportedError(_BY_HAND.format(plain))
     if plain != name:
-        those, others = args[0], args[1]
-        results = [
-            getattr(torch.Tensor, plain)(each, other, **kwargs) for each, other in zip(those, others, strict=True)
-        ]
-        return None if plain.endswith("_") else results
+        return one_by_one(func, name, args, kwargs)
     table, gradient = args
     if not isinstance(table, TableTensor):
         table, gradient = gradient, table
@@ -458,9 +456,12 @@ def _change_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
-    """Whether the rows that are written can be changed one after the other, by rows of the other arguments."""
+    """Whether the rows that are written are many, and can be changed one after the other, by rows of the other
+    arguments."""
     base = args[0]
     if len(written) != 1 or written[0] is not base or not base.is_whole:
+        return False
+    if base.numel() * base.element_size() <= PART_BYTES:
         return False
     others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not base]
     if any(isinstance(each, TableTensor) and _source(each) == _source(base) for each in others):
@@ -521,21 +522,12 @@ def _renormed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return (), given | {"max_norm": None}
 
 
-def _in_chunks_with_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What can be computed chunk by chunk, with a gradient for all rows; NotImplemented for everything else."""
-    name, first = getattr(func, "__name__", "").strip("_"), args[0] if args else None
-    if name in _PRODUCTS:
-        found = _product(name, args, kwargs)
-    elif isinstance(first, TableTensor):
-        found = elements(func, first, args, kwargs)
-    else:
-        return NotImplemented
-    return found
-
-
 def _product(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of x, (…, D), and all rows of a table, x @ rows.T; or rows @ x of an x of one or two dimensions."""
-    if kwargs or len(args) < 2 or not all(isinstance(each, torch.Tensor) for each in args[:2]):
+    """Of x, (…, D), and all rows of a table, x @ rows.T; or rows @ x of an x of one or two dimensions: with a gradient
+    for all rows, chunk by chunk. NotImplemented for everything else."""
+    if name not in _PRODUCTS or kwargs or len(args) < 2:
+        return NotImplemented
+    if not all(isinstance(each, torch.Tensor) for each in args[:2]):
         return NotImplemented
     if name == "linear":
         x, table = args[:2]
@@ -656,10 +648,6 @@ _NO_GRADIENT = (
 
 def _source(each: TableTensor) -> tuple[int, int]:
     return id(each.module.tables), each.table
-
-
-def _nbytes(those: Iterable[TableTensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in those)
 
 
 @functools.cache

@@ -7,10 +7,11 @@ too. Reading, norms and the update split a table into the same chunks (`spans`).
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,7 +52,7 @@ class WholeUse:
     """A use of table number `table` as a whole, as a backward pass collects it beside calls. `version`: tells whether
     the rows have changed since."""
 
-    forwards = None  # see `Shareable`
+    forwards = None  # see `Call`
 
     def __init__(self, context: CallContext, number: int, table: int, version: Callable[[], object]) -> None:
         self.context, self.number, self.table = context, number, table
@@ -72,75 +73,79 @@ class WholeUse:
         """Keeps no rows where they are."""
 
 
-class Term(Protocol):
+class Term(abc.ABC):
     """What one use adds to the gradient of the rows `first` … `stop` − 1. `held_bytes`: of what it is made of."""
 
     first: int
     stop: int
-    held_bytes: int
+    held_bytes = 0
 
+    @abc.abstractmethod
     def chunk(self, start: int, stop: int) -> torch.Tensor:
         """Of the rows `start` … `stop` − 1, which are all or some of its own within a chunk of `spans`: float32 (K, D),
         in memory of its own."""
 
+    @abc.abstractmethod
     def check(self) -> None:
         """Raises `BackwardError` where it cannot be found any more."""
 
 
-class _Held:
-    """A gradient that a term keeps as autograd has handed it over: the very tensor, so that nobody takes it for one of
+class _OfGradient(Term):
+    """A term that keeps a gradient as autograd has handed it over: the very tensor, so that nobody takes it for one of
     his own."""
 
     def __init__(self, grad: torch.Tensor) -> None:
-        self.grad, self._version = grad, grad._version
+        self._grad, self._version = grad, grad._version
 
     def check(self) -> None:
-        """Raises `BackwardError` where somebody has changed it since."""
-        if self.grad._version != self._version:
+        if self._grad._version != self._version:
             raise BackwardError(
                 "the gradient that was passed to backward() was changed in place before the optimizer's step(), and "
                 "that of a whole table is made of it there; pass a clone of it to backward()"
             )
 
 
-class DenseTerm:
+class DenseTerm(_OfGradient):
     """`grad`: (K, D), of the rows from `first` on."""
 
     def __init__(self, first: int, grad: torch.Tensor) -> None:
         grad = grad if grad.layout is torch.strided else grad.to_dense()
+        super().__init__(grad)
         self.first, self.stop, self.held_bytes = first, first + len(grad), grad.nbytes
-        self._held = _Held(grad)
 
     def chunk(self, start: int, stop: int) -> torch.Tensor:
-        some = self._held.grad[start - self.first : stop - self.first]
+        some = self._grad[start - self.first : stop - self.first]
         return some.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
-    def check(self) -> None:
-        self._held.check()
 
-
-class ProductTerm:
+class ProductTerm(_OfGradient):
     """Of `x @ rows.T`: `grad`, (M, K), is the gradient of the product, of rows from `first` on, and x is (M, D)."""
 
     def __init__(self, first: int, grad: torch.Tensor, x: torch.Tensor) -> None:
+        super().__init__(grad)
         self.first, self.stop, self.held_bytes = first, first + grad.shape[1], grad.nbytes + x.nbytes
         # x may be a parameter, which the step changes before the table's gradient is found
-        self._held, self._x = _Held(grad), x.to(grad.dtype, copy=True)
+        self._x = x.to(grad.dtype, copy=True)
 
     def chunk(self, start: int, stop: int) -> torch.Tensor:
-        found: torch.Tensor = self._held.grad[:, start - self.first : stop - self.first].T @ self._x
+        found: torch.Tensor = self._grad[:, start - self.first : stop - self.first].T @ self._x
         return found.to(torch.float32)
 
+
+class _OfRows(Term):
+    """A term that is made of the rows `first` … `stop` − 1 as a `use` has had them, which `read(start, stop)` reads."""
+
+    def __init__(self, use: WholeUse, rows: tuple[int, int], read: Callable[[int, int], torch.Tensor]) -> None:
+        self.first, self.stop = rows
+        self._use, self._read = use, read
+
     def check(self) -> None:
-        self._held.check()
+        self._use.check()
 
 
-class ReducedTerm:
-    """Of a number for each chunk of the rows `first` … `stop` − 1: `of_chunk` makes it of rows (K, D), which
-    `read(start, stop)` reads, or numbers (K, D) whose sum it is; `grads`, (C,), are the gradients of the numbers of all
-    chunks."""
-
-    held_bytes = 0
+class ReducedTerm(_OfRows):
+    """Of a number for each chunk of the rows: `of_chunk` makes it of rows (K, D), or numbers (K, D) whose sum it is;
+    `grads`, (C,), are the gradients of the numbers of all chunks."""
 
     def __init__(
         self,
@@ -150,9 +155,9 @@ class ReducedTerm:
         of_chunk: Callable[[torch.Tensor], torch.Tensor],
         grads: torch.Tensor,
     ) -> None:
-        self.first, self.stop = chunks[0][0], chunks[-1][1]
+        super().__init__(use, (chunks[0][0], chunks[-1][1]), read)
         self._numbers = {start: i for i, (start, _) in enumerate(chunks)}
-        self._read, self._of_chunk, self._grads, self._use = read, of_chunk, grads.clone(), use
+        self._of_chunk, self._grads = of_chunk, grads.clone()
 
     def chunk(self, start: int, stop: int) -> torch.Tensor:
         rows = self._read(start, stop).detach()
@@ -166,9 +171,6 @@ class ReducedTerm:
             return found
         return found.clone(memory_format=torch.contiguous_format)  # of a sum of the rows it is one number, expanded
 
-    def check(self) -> None:
-        self._use.check()
-
 
 def are_largest(rows: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """Which elements are as large as the infinite norm, as torch has it: NaNs are. Bool (K, D)."""
@@ -176,12 +178,9 @@ def are_largest(rows: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     return (size == norm) | size.isnan()
 
 
-class NormTerm:
-    """Of the `norm` of an `order`, above 0 or infinite, of all elements of the rows `first` … `stop` − 1, which
-    `read(start, stop)` reads: `grad` is the gradient of the norm, and `ties`, of an infinite order, says how many
-    elements are as large as the norm; float32 ()."""
-
-    held_bytes = 0
+class NormTerm(_OfRows):
+    """Of the `norm` of an `order`, above 0 or infinite, of all elements of the rows: `grad` is the norm's gradient, and
+    `ties`, of an infinite order, says how many elements are as large as the norm; float32 ()."""
 
     def __init__(
         self,
@@ -193,8 +192,8 @@ class NormTerm:
         ties: torch.Tensor | None,
         grad: torch.Tensor,
     ) -> None:
-        self.first, self.stop = rows
-        self._use, self._read, self._order, self._norm = use, read, order, norm
+        super().__init__(use, rows, read)
+        self._order, self._norm = order, norm
         grad = grad.to(torch.float32)
         if ties is not None:
             self._scale = grad / ties
@@ -213,9 +212,6 @@ class NormTerm:
         # of an order below 1 the gradient of a zero is zero, in torch too
         powers = rows.abs().pow_(order - 1).masked_fill_(rows == 0, 0.0)
         return signs * powers * self._scale
-
-    def check(self) -> None:
-        self._use.check()
 
 
 @contextlib.contextmanager
@@ -320,11 +316,14 @@ class WholeGradient:
 def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
     """The gradient of each table by row, as calls and uses of whole tables bring it. Waits for a GPU; see
     `rows_of_calls`."""
-    uses = [(call, grad) for call, grad in collected if isinstance(call, WholeUse)]
-    found = rows_of_calls(tables, [pair for pair in collected if not isinstance(pair[0], WholeUse)])
     whole: dict[int, WholeGradient] = {}
-    for use, term in uses:
-        whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
-    for table, each in whole.items():
-        found[table] = each.by_row(found[table].sums())
-    return found
+    for use, term in collected:
+        if isinstance(use, WholeUse):
+            whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
+    calls = [pair for pair in collected if not isinstance(pair[0], WholeUse)]
+    return with_whole(rows_of_calls(tables, calls), whole)
+
+
+def with_whole(found: list[GradientRows], whole: Mapping[int, WholeGradient]) -> list[GradientRows]:
+    """The gradients of tables by row, those of `whole` tables added."""
+    return [whole[table].by_row(rows) if table in whole else rows for table, rows in enumerate(found)]

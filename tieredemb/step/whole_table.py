@@ -78,10 +78,6 @@ def _leaf() -> torch.Tensor:
     return torch.zeros(0, device="cpu", requires_grad=True)
 
 
-def _begin(ctx: Any, span: Span) -> None:
-    ctx.call, ctx.span = span.rows.use(span.table), span
-
-
 def _collect(ctx: Any, term: Callable[[], Term]) -> None:
     """Hands the term of a backward to the pass that has reached it, or to `torch.autograd.grad` where that asks."""
     for listener in tuple(BACKWARDS):
@@ -94,26 +90,46 @@ def _collect(ctx: Any, term: Callable[[], Term]) -> None:
         use.context.backward_pass.add((use, term()))
 
 
-# --- all rows as one tensor -------------------------------------------------------------------------------------------
+class _Used(torch.autograd.Function):
+    """What `compute` makes of the rows of a span. `term`: what its gradient adds to that of the rows · `reads_again`:
+    whether that is made of the rows, which have to be the same then."""
 
-
-class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, span: Span) -> torch.Tensor:
-        _begin(ctx, span)
-        return span.whole()
+    def forward(
+        ctx: Any,
+        leaf: torch.Tensor,
+        span: Span,
+        compute: Callable[[], torch.Tensor],
+        term: Callable[[WholeUse, torch.Tensor], Term],
+        reads_again: bool,
+    ) -> torch.Tensor:
+        ctx.call, ctx.term, ctx.reads_again = span.rows.use(span.table), term, reads_again
+        return compute()
 
     @staticmethod
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        _collect(ctx, lambda: DenseTerm(ctx.span.start, grad))
-        return None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None, None]:
+        if ctx.reads_again:
+            ctx.call.check()
+        _collect(ctx, lambda: ctx.term(ctx.call, grad))
+        return None, None, None, None, None
+
+
+def _used(
+    span: Span,
+    compute: Callable[[], torch.Tensor],
+    term: Callable[[WholeUse, torch.Tensor], Term],
+    *,
+    reads_again: bool = True,
+) -> torch.Tensor:
+    found: torch.Tensor = _Used.apply(_leaf(), span, compute, term, reads_again)  # type: ignore[no-untyped-call]
+    return found
 
 
 def read(span: Span) -> torch.Tensor:
     """All rows of a span, (K, D), from which a gradient comes back to them."""
-    return _Read.apply(_leaf(), span)  # type: ignore[no-any-return, no-untyped-call]
+    return _used(span, span.whole, lambda _, grad: DenseTerm(span.start, grad), reads_again=False)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -122,7 +138,7 @@ def read(span: Span) -> torch.Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
-        _begin(ctx, span)
+        ctx.call, ctx.span = span.rows.use(span.table), span
         ctx.save_for_backward(x)
         out = x.new_empty((len(x), span.stop - span.start), dtype=_product_dtype(x))
         with torch.autocast(x.device.type, enabled=False):  # which has no products into memory that is there
@@ -164,64 +180,40 @@ def product(x: torch.Tensor, span: Span) -> torch.Tensor:
 # --- numbers of all elements ------------------------------------------------------------------------------------------
 
 
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, leaf: torch.Tensor, span: Span, of_chunk: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        _begin(ctx, span)
-        ctx.of_chunk = of_chunk
-        made = (of_chunk(span.read(start, stop)) for start, stop in span.chunks)
-        return torch.stack([each.sum(dtype=torch.float32) for each in made])
-
-    @staticmethod
-    @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        span = ctx.span
-        ctx.call.check()
-        _collect(ctx, lambda: ReducedTerm(ctx.call, span.chunks, span.read, ctx.of_chunk, grad))
-        return None, None, None
-
-
 def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of `function` of each row's elements, which treats each by itself: () of a dtype."""
-    found: torch.Tensor = _Reduced.apply(_leaf(), span, function).sum().to(dtype)  # type: ignore[no-untyped-call]
-    return found
 
+    def compute() -> torch.Tensor:
+        made = (function(span.read(start, stop)) for start, stop in span.chunks)
+        return torch.stack([each.sum(dtype=torch.float32) for each in made])
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, span: Span, order: float) -> torch.Tensor:
-        _begin(ctx, span)
+    def term(use: WholeUse, grad: torch.Tensor) -> Term:
+        return ReducedTerm(use, span.chunks, span.read, function, grad)
 
-        def of_chunk(rows: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
-            return found
-
-        chunks = torch.stack([of_chunk(span.read(start, stop)) for start, stop in span.chunks])
-        ctx.order, ctx.norm = order, of_chunk(chunks)
-        found: torch.Tensor = ctx.norm.clone()  # the gradient is made of the norm, and users may change what they get
-        return found
-
-    @staticmethod
-    @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        span, norm, ties = ctx.span, ctx.norm, None
-        ctx.call.check()
-        if math.isinf(ctx.order):
-            ties = torch.zeros_like(norm)
-            for start, stop in span.chunks:
-                ties += are_largest(span.read(start, stop), norm).sum()
-        _collect(ctx, lambda: NormTerm(ctx.call, (span.start, span.stop), span.read, ctx.order, norm, ties, grad))
-        return None, None, None
+    return _used(span, compute, term).sum().to(dtype)
 
 
 def norm(span: Span, order: float, dtype: torch.dtype) -> torch.Tensor:
     """The norm of all elements, of an order above 0 or infinite: () of a dtype."""
-    found: torch.Tensor = _Norm.apply(_leaf(), span, order)  # type: ignore[no-untyped-call]
-    return found.to(dtype)
+    norms = list[torch.Tensor]()
+
+    def of_chunk(rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
+        return found
+
+    def compute() -> torch.Tensor:
+        norms.append(of_chunk(torch.stack([of_chunk(span.read(start, stop)) for start, stop in span.chunks])))
+        return norms[0].clone()  # the gradient is made of the norm, and users may change what they get
+
+    def term(use: WholeUse, grad: torch.Tensor) -> Term:
+        (found,), ties = norms, None
+        if math.isinf(order):
+            ties = torch.zeros_like(found)
+            for start, stop in span.chunks:
+                ties += are_largest(span.read(start, stop), found).sum()
+        return NormTerm(use, (span.start, span.stop), span.read, order, found, ties, grad)
+
+    return _used(span, compute, term).to(dtype)
 
 
 class Elements(torch.Tensor):

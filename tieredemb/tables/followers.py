@@ -97,7 +97,9 @@ class Followers:
         self._due: list[weakref.ref[Any]] = []  # with the step that has begun
         self._groups: dict[tuple[int, bool], _Group] = {}
         self._checked: SeenGroups | None = None  # the param groups as they were when all of those took them for good
-        self.begun: tuple[weakref.ref[_Keywords], int] | None = None  # a step, and its thread; see `Steps`
+        # of a step that has begun a reference that is empty once it has ended, and its thread. Its own code records no
+        # gradients, as hooks and closures of a step do, and what follows an exception
+        self.begun: tuple[weakref.ref[_Keywords], int] | None = None
         mine = weakref.ref(self)
 
         @untraced

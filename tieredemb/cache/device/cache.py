@@ -305,11 +305,6 @@ class DeviceCache(Cache):
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
-    @property
-    def last(self) -> int:
-        """Number of the last batch planned, as far as the host has counted."""
-        return self._ledger.last
-
     def may_replay(
         self, known: Sequence[DeviceTicket] = (), last: int | None = None, effects: Effects = NOTHING_PLANNED
     ) -> bool:

@@ -66,10 +66,6 @@ class DeviceHotRows:
             error.__traceback__ = None  # its frames hold what was allocated
             raise DeviceMemoryError(_out_of_memory(layout, rows, device)) from None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All allocations by name."""
-        return {name: value for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
-
     def reset(self) -> None:
         """Empties the cached slots. Does not synchronise."""
         self.score[: self.slots].zero_()
@@ -80,7 +76,7 @@ class DeviceHotRows:
 
     def size_bytes(self) -> dict[str, int]:
         """Bytes by purpose."""
-        sizes = {name: tensor.nbytes for name, tensor in self.tensors().items()}
+        sizes = {name: value.nbytes for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
         sizes["map"] = sizes.pop("cells")
         return sizes
 

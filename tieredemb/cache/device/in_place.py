@@ -14,6 +14,7 @@ from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, OverflowR
 from tieredemb.cache.device.stream_order import SideStream
 from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for
+from tieredemb.kernels.constants import PUBLISH
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
 
@@ -99,7 +100,7 @@ class InPlace(Transfer):
         plan.phase = Phase.MOVED
 
     def _publish(self, plan: BatchPlan, beside: Beside | None = None) -> None:
-        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.uncached))
+        self._plan.settle(plan.homes, plan.missed, self.overflow(plan.uncached), PUBLISH)
         if beside:
             beside()
 

@@ -20,7 +20,7 @@ from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
-from tieredemb.kernels.constants import ASSIGN, PUBLISH, TOGETHER
+from tieredemb.kernels.constants import TOGETHER
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
@@ -391,7 +391,7 @@ class DevicePlan:
 
     def place(self, missed: Missed, *, lag: int) -> None:
         """Gives missed keys slots, after choosing victims that make room for them: from here on rows may move. In one
-        launch; where victims' rows have to leave before, `choose` and `assign` are two. Slots of the `lag` batches
+        launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
         before are locked. Called again once the rows have moved, it does nothing."""
         rows, scoring = self.rows, self.scoring
         place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # of the file that the plan began with
@@ -400,11 +400,6 @@ class DevicePlan:
             TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,
             self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, missed.moving,
         )  # fmt: skip
-
-    def publish(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows) -> None:
-        """Ends a plan behind `place`: later plans find the missed keys in their slots, and `homes` are resolved. Called
-        again, it does nothing."""
-        self._assign_or_publish(homes, missed, overflow, PUBLISH)
 
     def choose(self, missed: Missed) -> None:
         """Victims that make room for what is missed: their slots, into `missed.chosen`."""
@@ -415,11 +410,10 @@ class DevicePlan:
             rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
         )  # fmt: skip
 
-    def assign(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
-        """Pairs missed keys with slots. With `commit` the slots change hands, and the plan ends, as `publish` does."""
-        self._assign_or_publish(homes, missed, overflow, ASSIGN | PUBLISH if commit else 0)
-
-    def _assign_or_publish(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
+    def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
+        """Ends a plan. `part`: behind `place` `PUBLISH`: later plans find the missed keys in their slots, and `homes`
+        are resolved, which called again does nothing; behind `choose` 0, which pairs missed keys with slots, and then
+        `ASSIGN | PUBLISH`, by which these change hands, too."""
         n = homes.shape[0]
         launch = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
         launch(

@@ -16,7 +16,7 @@ from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, R
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
-from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.constants import ASSIGN, MIN_SCORE, PUBLISH
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
@@ -120,7 +120,7 @@ class Staged(Transfer):
         as there is `room` for."""
         launches, missed = self._plan, plan.missed
         launches.choose(missed)
-        launches.assign(plan.homes, missed, self.overflow(plan.uncached), commit=False)
+        launches.settle(plan.homes, missed, self.overflow(plan.uncached), 0)
         self._launch_report(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
@@ -202,7 +202,7 @@ class Staged(Transfer):
         """Has slots change hands, and fills the missed rows from `weight` and `state`, `count` at most, which may lie
         in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.uncached)
-        self._plan.assign(plan.homes, missed, overflow, commit=True)
+        self._plan.settle(plan.homes, missed, overflow, ASSIGN | PUBLISH)
         self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
