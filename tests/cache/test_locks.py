@@ -81,7 +81,7 @@ def test_tables_of_several_widths_take_their_locks_in_the_same_order(monkeypatch
     plans, rows = ["+plans0", "+plans1", "+plans2"], ["+rows0", "+rows1", "+rows2"]
     for locks in (table.tables.locked(), Locks(reversed(caches))):
         assert taken(locks, notes) == plans + rows
-    assert taken(table.tables.planning(), notes) == plans
+    assert taken(Locks(reversed(caches), rows=False), notes) == plans
     assert taken(Locks(reversed(caches), plans=False), notes) == rows
     monkeypatch.undo()
 
@@ -91,7 +91,7 @@ def test_other_threads_wait_for_what_is_locked_and_the_own_does_not():
     cache = table.tables.groups[1].cache
     for locks, waits_to_plan, waits_for_rows in (
         (table.tables.locked(), True, True),
-        (table.tables.planning(), True, False),
+        (Locks([group.cache for group in table.tables.groups], rows=False), True, False),
         (table.tables.placed.now.rows.held(), False, True),
     ):
         with locks, locks, table.tables.locked():

@@ -177,17 +177,16 @@ class Derived(Placed):
 
 class PlaceLocks(Locks):
     """The locks of all caches of tables, of those that are there once they are taken: who waits for them may wait for a
-    thread that makes the caches anew. Of `plans` and `rows`: see `Locks`."""
+    thread that makes the caches anew."""
 
-    def __init__(self, placed: Placed, *, plans: bool = True, rows: bool = True) -> None:
+    def __init__(self, placed: Placed) -> None:
         super().__init__(())
-        self._placed, self._plans, self._rows = placed, plans, rows
+        self._placed = placed
 
     def __enter__(self) -> None:
         while True:
             place = self._placed.now
-            caches = [group.cache for group in place.groups]
-            self._locks = Locks(caches, plans=self._plans, rows=self._rows)._locks
+            self._locks = Locks([group.cache for group in place.groups])._locks
             super().__enter__()
             if self._placed.now is place:
                 return
@@ -626,10 +625,6 @@ class TableSet:
     def locked(self) -> Locks:
         """Keeps other threads from all caches."""
         return PlaceLocks(self.placed)
-
-    def planning(self) -> Locks:
-        """Keeps other threads from planning; they may look up and update."""
-        return PlaceLocks(self.placed, rows=False)
 
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
