@@ -325,3 +325,27 @@ def test_rows_of_another_dtype_are_rounded(tmp_path):
     te.load_checkpoint(other, tmp_path)
     for name, weight in state(model).items():
         assert torch.equal(state(other)[name], weight.to(torch.bfloat16))
+
+
+def test_an_optimizer_that_is_not_loaded_is_warned_of_where_tables_train(tmp_path, recwarn):
+    model, optimizer = built()
+    train(model, optimizer, range(2))
+    te.save_checkpoint(model, tmp_path / "with", optimizer=optimizer)
+    te.save_checkpoint(model, tmp_path / "without")
+    with pytest.warns(UserWarning, match="pass optimizer= to go on as before the save"):
+        te.load_checkpoint(built(seed=5)[0], tmp_path / "with")
+    recwarn.clear()
+    te.load_checkpoint(built(seed=5)[0], tmp_path / "without")
+    te.load_checkpoint(built(seed=5)[0], tmp_path / "with", dense=False)
+    other, theirs = built(seed=5)
+    te.load_checkpoint(other, tmp_path / "with", optimizer=theirs)
+    te.load_checkpoint(other.requires_grad_(False), tmp_path / "with")
+    assert not recwarn.list
+
+
+def test_a_checkpoint_of_another_optimizer_names_it(tmp_path):
+    table = te.TieredEmbeddingBag(9, 4, optimizer=te.Adam(lr=0.1))
+    te.save_checkpoint(table, tmp_path)
+    for other in (te.TieredEmbeddingBag(9, 4, optimizer=te.SGD(lr=0.1)), te.TieredEmbeddingBag(8, 4)):
+        with pytest.raises(CheckpointError, match=r"Adam|num_embeddings"):
+            te.load_checkpoint(other, tmp_path)

@@ -57,6 +57,18 @@ def test_close_ends_all_tables_of_a_model(tmp_path):
             bag(torch.tensor([[1]]))
 
 
+def test_gradients_that_close_drops_are_warned_of(recwarn):
+    model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    te.replace_embedding_bags(model, capacity=0.5, optimizer=optimizer)
+    model(torch.tensor([[1]])).sum().backward()
+    with pytest.warns(UserWarning, match="call step\\(\\) before, or zero_grad"):
+        te.close(model)
+    recwarn.clear()
+    te.close(model)
+    assert not recwarn.list
+
+
 def test_all_tables_of_a_model_follow_one_optimizer():
     model = nn.ModuleDict({
         "a": te.TieredEmbeddingBag(20, 4, optimizer=torch.optim.Adam),

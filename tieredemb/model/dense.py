@@ -4,6 +4,7 @@ running code that a file names (`weights_only`)."""
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,9 @@ class DenseLayers:
     them. Raises `ConfigError` for an optimizer that is not of the model."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self._modules = {name: module for name, module in named_modules(model) if not isinstance(module, LookupModule)}
+        modules = dict(named_modules(model))
+        self._modules = {name: each for name, each in modules.items() if not isinstance(each, LookupModule)}
+        self._trains = any(isinstance(each, LookupModule) and each.is_trainable for each in modules.values())
         self._optimizer = None if optimizer is None else DenseOptimizer(optimizer, self._names())
 
     def to_bytes(self) -> bytes:
@@ -62,6 +65,12 @@ class DenseLayers:
                 module._load_from_state_dict(layers, _prefix(path), {}, False, [], [], [])
             if self._optimizer is not None and options is not None:
                 self._optimizer.load(options)
+            elif saved is not None and self._trains:
+                warnings.warn(
+                    "the checkpoint has what a torch optimizer keeps of the dense layers, which was not loaded: pass "
+                    "optimizer= to go on as before the save",
+                    stacklevel=4,
+                )
 
         return take
 

@@ -52,8 +52,8 @@ def flush(model: nn.Module) -> None:
 
 def close(model: nn.Module) -> None:
     """Flushes all tables of a model and closes their cold storage; the model is unusable afterwards. Gradients that
-    wait for a step are dropped. One that fails keeps no other from being closed; a second call tries it again. Runs by
-    itself at exit. Raises `ConfigError` for a model without tiered tables.
+    wait for a step are dropped, with a warning. One that fails keeps no other from being closed; a second call tries it
+    again. Runs by itself at exit. Raises `ConfigError` for a model without tiered tables.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, storage=tieredemb.File("user.rows"))
     >>> model = nn.Sequential(bag, nn.Linear(4, 1))

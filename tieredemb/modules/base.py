@@ -262,7 +262,7 @@ class TieredModule(LookupModule):
 
     def close(self) -> None:
         """Flushes and closes the cold storage; the module is unusable afterwards, and so are others whose tables share
-        its cache. Gradients that wait for a step are dropped. Runs by itself at exit."""
+        its cache. Gradients that wait for a step are dropped, with a warning. Runs by itself at exit."""
         self.engine.drop_gradient()
         self.tables.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -166,8 +167,14 @@ class Engine:
         self.planned.drop_all()
 
     def drop_gradient(self) -> None:
-        """Drops what waits for a step."""
+        """Drops what waits for a step, of which it warns."""
         if self._pending is not None:
+            if self._pending.waiting:
+                warnings.warn(
+                    f"close() drops the gradients of {self.tables.named} that wait for the optimizer's step(): call "
+                    f"step() before, or zero_grad() if they are not to count",
+                    stacklevel=3,
+                )
             self._pending.drop()
 
     def context(self, options: LookupOptions) -> CallContext:

@@ -431,8 +431,8 @@ def _compare(
         wanted = layout_fields(layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
         if name in ignored:
             wanted["state_width"] = entry.layout["state_width"]
-        found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
-        if not found and identities is not None:
+        found: str | None = None
+        if identities is not None:  # which says more than a layout that follows from it
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             unlike = set(ignored.get(name, ()))
             if name in seedless and sum(chunk.rows for chunk in entry.chunks) == entry.row_layout.rows:
@@ -442,6 +442,7 @@ def _compare(
                 for given in (entry.identity, identity)
             )
             found = difference(stored, identity, "identity", stored_in="the checkpoint")
+        found = found or difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
         if not found and tables and steps != tables:
             found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
