@@ -55,8 +55,9 @@ from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
-from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout

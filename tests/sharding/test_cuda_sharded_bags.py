@@ -12,8 +12,9 @@ import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup.bags import KeySpace, Places
-from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.finder import bag_finder
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.tables.config import table_set_config

@@ -12,7 +12,8 @@ from devices import equal
 from sharding.ranks import SHAPES, batch_of, sharding_of, tables_of
 
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.host_bags import HostFinder
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.request import Kind, Requests

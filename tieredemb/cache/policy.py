@@ -52,7 +52,7 @@ class Scoring:
         return self.kind != CLOCK and self.remember
 
     def uses(self, score: Array, time: int) -> Array:
-        """How many uses each score (uint32 (K,), none zero) is worth at a time, float64 (K,); those of before are worth
+        """How many uses each score (K,), none zero, is worth at a time, float64 (K,); those of before are worth
         less where scores age."""
         if self.kind == COUNT:
             return score.astype(np.float64) - MIN_SCORE

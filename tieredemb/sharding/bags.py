@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from tieredemb.lookup.bags import KeySpace
+from tieredemb.sharding.header import Bound, Most
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -47,45 +48,6 @@ class Part:
         """Of each feature the key of the padding whose id is sent, int64 (F,), or one that no occurrence has."""
         padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
         return padding if self.sends_padding else np.full_like(padding, NO_KEY)
-
-
-class Most(NamedTuple):
-    """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
-    `rows`."""
-
-    ids: int
-    rows: int
-
-
-class Bound(NamedTuple):
-    """The size of an exchange in one part: how many ids each rank is sent, and how many rows come back where tables are
-    dealt out, each of several ids; None if one comes back for each id."""
-
-    ids: int
-    rows: int | None
-
-    @classmethod
-    def just(cls, most: Most) -> Bound:
-        """That which takes no more than a batch requests."""
-        return cls(max(1, most.ids), max(1, most.rows))
-
-    def takes(self, most: Most) -> bool:
-        """Whether the exchange takes what a batch requests."""
-        return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
-
-
-Bounds = tuple[Bound, ...]  # of each part
-
-
-def take(bounds: Bounds, most: Sequence[Most]) -> bool:
-    """Whether an exchange takes what a batch requests in each part."""
-    return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
-
-
-def most_in(counts: Sequence[Array]) -> list[Most]:
-    """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
-    these are the first of their row; of whole tables zeros."""
-    return [Most(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
 
 
 class Bags(Protocol):

@@ -1,8 +1,8 @@
 """One forward of a sharded collection and its backward: what is exchanged, and in which order.
 
 Forward: ids go to the ranks that own their rows, which look them up. Of tables that are dealt out unique rows come
-back, and are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is sent
-where they differ, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
+back, and are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is
+sent, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
 pooled bag, goes to the owner, which updates its rows as one process would that has the batches of all ranks, one after
 the other.
 
@@ -29,13 +29,12 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
-from tieredemb.errors import InvalidInputError, PeerError, TieredEmbError
+from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
-from tieredemb.sharding.bags import Bags, Bound, Bounds, Most, take
+from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.context import ShardedContext, check_update
 from tieredemb.sharding.exchange import Sending
-from tieredemb.sharding.header import Counts, Header, Phase
-from tieredemb.sharding.padding import MOST_ENTRIES
+from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
@@ -164,7 +163,7 @@ class ShardedCall:
     @property
     def _counts(self) -> Counts:
         """What it tells all ranks, as far as that is known."""
-        return Counts(self.batch, self._asks_for)
+        return Counts(self.batch, [*self._asks_for])
 
     def _knows(self, most: Sequence[Most]) -> None:
         """It asks for so much."""
@@ -223,11 +222,11 @@ class ShardedCall:
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
-        _check_room(bounds, len(header.counts))
+        context.check_room(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
         with context.exchange.agreed():
-            return self._exchanged([each.samples for each in header.counts])
+            return self._exchanged(header.samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
@@ -242,10 +241,9 @@ class ShardedCall:
         context, most = self.context, header.most
         bounds = None if context.max_ids is None else (Bound(context.max_ids, self.row_bound),) * len(most)
         if context.recorded is not None and self._learns:
-            samples = [each.samples for each in header.counts]
-            bounds = context.recorded.agreed(self.batch, samples, most)
+            bounds = context.recorded.agreed(self.batch, header.samples, most)
             if not self._is_later:
-                context.recorded.note(samples, self._asks_for)
+                context.recorded.note(header.samples, self._asks_for)
         if bounds is not None and take(bounds, most):
             return bounds
         return None if (header.flags & LATER).any() else tuple(map(Bound.just, most))
@@ -549,16 +547,6 @@ def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
     if weights is None:
         return TRAINS * trains
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
-
-
-def _check_room(bounds: Bounds, ranks: int) -> None:
-    """Raises `InvalidInputError`, on all ranks, where no exchange takes what one requests."""
-    most, ids = MOST_ENTRIES // ranks, max(bound.ids for bound in bounds)
-    if ids > most:
-        raise InvalidInputError(
-            f"a rank requests {ids} ids of another in tables of one width; with {ranks} ranks that may be {most} at "
-            f"most: split the batch"
-        )
 
 
 def _check_alike(flags: Array) -> None:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.errors import PeerError
+from tieredemb.errors import InvalidInputError, PeerError
 from tieredemb.kernels.streams import current_stream
-from tieredemb.sharding.bags import Bags, Bounds, Finder, Most
+from tieredemb.lookup.bags import MAX_BAGS
+from tieredemb.sharding.bags import Bags, Finder
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.header import NO_COURSE, Counts, Course, Header, Phase
+from tieredemb.sharding.header import NO_COURSE, Bounds, Counts, Course, Header, Most, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
+from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.shard import Shard
 from tieredemb.step.batch import Batch
 from tieredemb.step.program import BackwardPass, Call, in_forward_order
@@ -220,6 +222,18 @@ class ShardedContext:
         return [
             shard.requests.of(samples, [next(its) for _ in shard.parts], by_entry=by_entry) for shard in self.shards
         ]
+
+    def check_room(self, bounds: Bounds) -> None:
+        """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
+        ranks, its = self.exchange.size, iter(bounds)
+        for shard in self.shards:
+            ids = max(next(its).ids for _ in shard.parts)
+            most = min(MOST_ENTRIES, MAX_BAGS // len(shard.space.features)) // ranks
+            if ids > most:
+                raise InvalidInputError(
+                    f"a rank requests {ids} ids of another in the tables of width {shard.space.width}, and of each "
+                    f"rank may be requested {most} at most, with {ranks} ranks: split the batch"
+                )
 
     def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[Most]]:
         """What `find` finds. Waits for the current stream."""

@@ -115,7 +115,7 @@ class Exchange:
                 told, theirs = self._tell_all(phase, words, counts)
         if error is not None or any(each != told[self.rank] for each in told):
             self._check_told([Said(*each) for each in told], error, course)
-        return Header([*map(Counts.of, theirs[:, WORDS:].tolist())], theirs[:, WORDS - 1].numpy())
+        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
 
     def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
         """Waits for a GPU, before a header of as many `counts`. It may wait for a rank that has gone: so while it is

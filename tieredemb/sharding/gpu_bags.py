@@ -40,7 +40,8 @@ from tieredemb.lookup.device_bags import (
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding import device_padding
-from tieredemb.sharding.bags import Bound, Most, Part, Wait, most_in
+from tieredemb.sharding.bags import Part, Wait
+from tieredemb.sharding.header import Bound, Most, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -418,8 +419,8 @@ class GpuFinder:
     def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[Most]]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "a lookup of several ranks waits for the GPU, to learn how many rows each is asked for, which a CUDA "
-                "graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
+                "a lookup of several ranks waits for the GPU, to learn how many ids one is asked for at most, which a "
+                "CUDA graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()

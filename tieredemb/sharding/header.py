@@ -1,4 +1,5 @@
-"""What ranks tell each other before they exchange anything: the words of a header.
+"""What ranks tell each other before they exchange anything, the words of a header; and the sizes of an exchange that
+follow from them.
 
 A `Course` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have met an
 error between.
@@ -12,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-
-from tieredemb.sharding.bags import Most
+import torch
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -91,11 +91,50 @@ class Said(NamedTuple):
     next: int
 
 
+class Most(NamedTuple):
+    """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
+    `rows`."""
+
+    ids: int
+    rows: int
+
+
+class Bound(NamedTuple):
+    """The size of an exchange in one part: how many ids each rank is sent, and how many rows come back where tables are
+    dealt out, each of several ids; None if one comes back for each id."""
+
+    ids: int
+    rows: int | None
+
+    @classmethod
+    def just(cls, most: Most) -> Bound:
+        """That which takes no more than a batch requests."""
+        return cls(max(1, most.ids), max(1, most.rows))
+
+    def takes(self, most: Most) -> bool:
+        """Whether the exchange takes what a batch requests."""
+        return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
+
+
+Bounds = tuple[Bound, ...]  # of each part
+
+
+def take(bounds: Bounds, most: Sequence[Most]) -> bool:
+    """Whether an exchange takes what a batch requests in each part."""
+    return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
+
+
+def most_in(counts: Sequence[Array]) -> list[Most]:
+    """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
+    these are the first of their row; of whole tables zeros."""
+    return [Most(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
+
+
 class Counts(NamedTuple):
     """What a rank says of its batch: how many `samples` it has, and what it requests in each part at `most`."""
 
     samples: int
-    most: Sequence[Most]
+    most: list[Most]
 
     @property
     def words(self) -> list[int]:
@@ -104,17 +143,23 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Counts:
+        """Those that such words say."""
         return cls(words[0], [*map(Most, words[1::2], words[2::2])])
 
 
 class Header(NamedTuple):
-    """What each rank has announced: `counts`, those of each · `flags`, int64 (W,)."""
+    """What each rank has announced: `words`, int64 (W, ·), of its `Counts` · `flags`, int64 (W,)."""
 
-    counts: list[Counts]
+    words: torch.Tensor
     flags: Array
+
+    @property
+    def samples(self) -> list[int]:
+        """How many each rank has."""
+        found: list[int] = self.words[:, 0].tolist()
+        return found
 
     @property
     def most(self) -> list[Most]:
         """What any rank requests at most, in each part."""
-        of_parts = zip(*(each.most for each in self.counts), strict=True)
-        return [Most(*map(max, zip(*of_ranks, strict=True))) for of_ranks in of_parts]
+        return Counts.of(self.words.amax(0).tolist()).most

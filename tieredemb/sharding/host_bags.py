@@ -13,7 +13,8 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.sharding.bags import Bags, Bound, Most, Part, Wait, most_in
+from tieredemb.sharding.bags import Bags, Part, Wait
+from tieredemb.sharding.header import Bound, Most, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message

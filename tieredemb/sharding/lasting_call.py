@@ -13,9 +13,9 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.bags import Bound, Most
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.header import Bound, Most
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy

@@ -8,10 +8,10 @@ host does not wait to learn whether a batch fits: it takes that for granted, lau
 rows are sent. A batch that does not fit is requested anew, in blocks of just the size that it needs; one that is wrong
 requests nothing.
 
-A batch that needs more than the bound, or far less, goes in blocks of just its size, and changes the bound. After one
-that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense optimizers and
-with `max_norm`, the host always looks first. The graphs lie in memory of their own, which a forward has until its
-gradients are exchanged; what an update that is put off reads is copied. Forwards in flight have others.
+A batch that needs more than the bound, or far less, changes it, and goes in blocks of just its size, or of `max_ids`.
+After one that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense
+optimizers and with `max_norm`, the host always looks first. The graphs lie in memory of their own, which a forward has
+until its gradients are exchanged; what an update that is put off reads is copied. Forwards in flight have others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.sharding.bags import Bound, Bounds, Most
 from tieredemb.sharding.context import ShardedContext, with_room
+from tieredemb.sharding.header import Bound, Bounds, Most
 from tieredemb.sharding.padding import MOST_ENTRIES
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ MOST_FORMS = 4  # that are recorded, those used last
 MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
 MOST_BOUNDS = 64  # that are known, for as many numbers of samples, those used last
 LOOSE = 2  # × what a batch needs with some room: of a larger bound the rest would be sent in vain
+LEAST_ROOM = 64  # ids or rows: of a bound below that the rest is sent all the same, as nearly empty parts come and go
 CAREFUL = 16  # forwards that look first, after one that did not fit
 
 
@@ -115,8 +116,10 @@ class RecordedRequests:
         """That of one part: the one that is `known`, if it takes `most` and is not far too large."""
         room = self._context.max_ids or min(with_room(most.ids), MOST_ENTRIES // ranks)
         rows = min(with_room(most.rows), room)
-        if known is not None and known.takes(most) and known.ids <= LOOSE * room and (known.rows or 0) <= LOOSE * rows:
-            return known
+        if known is not None and known.takes(most):
+            limits = (LOOSE * max(each, LEAST_ROOM) for each in (room, rows))
+            if all(its is None or its <= limit for its, limit in zip(known, limits, strict=True)):
+                return known
         return Bound(room, rows)
 
     def before(self, samples: Sequence[int]) -> Sequence[Most]:

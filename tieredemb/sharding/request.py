@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from tieredemb.config import Mode
-from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
@@ -62,6 +63,9 @@ class Requests:
         self.ranks, self.device = ranks, device
         self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
         self.held = [int((part.owner == rank).sum()) for part in parts]
+        # the part whose bags are pooled where its tables are, and the one whose rows go back; as far as there are any
+        self.whole = next((number for number, part in enumerate(parts) if part.is_whole), None)
+        self.dealt = next((number for number, part in enumerate(parts) if not part.is_whole), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         numbers = [itertools.count() for _ in parts]
         within = [next(numbers[kind.part]) for kind in kinds]
@@ -96,7 +100,6 @@ class Request:
             answer, grads = (bags, bags) if part.is_whole else (back, ids)
             self.parts.append(RequestPart(part.is_whole, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
-        self._picks: torch.Tensor | None = None  # of which ids the rows go back, where nothing is pooled
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
         """The messages have come, of each part. Does not synchronise."""
@@ -108,24 +111,20 @@ class Request:
             for values, part, held, bound in zip(came, self._all.parts, self._all.held, self._bounds, strict=True)
         ]
         self._ends = edges = self._place(each)
-        ids = torch.cat([its.ids for its in each])
-        self._goes: torch.Tensor | None = None  # where rows of the entries go among those that come back
-        if not all(part.is_whole for part in self.parts):
-            dealt, rows = each[self._dealt], self._bounds[self._dealt].rows
+        ids, goes = torch.cat([its.ids for its in each]), None
+        if self._all.dealt is not None:
+            dealt, rows = each[self._all.dealt], self._bounds[self._all.dealt].rows
             if rows is not None:
-                ids, self._goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
-        ids, stack = ids.index_select(0, self._joined), None
-        if self._by_entry or any(part.is_whole for part in self.parts):
-            lengths = [its.lengths for its in each if its.lengths is not None]
-            stack = self._stack(edges, lengths[0] if lengths else None)
+                ids, goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
+        ids, lengths = ids.index_select(0, self._joined), [its.lengths for its in each if its.lengths is not None]
+        stack = self._stack(edges, lengths[0] if lengths else None, goes)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
-        self._picks = self._picked(0) if stack is None else None
 
     def _join(self, came: torch.Tensor) -> None:
         """The same of one part that is dealt out, by kernels."""
         (part,), ranks, ((bound, rows),) = self._all.parts, self._all.ranks, self._bounds
         its = join_messages(came, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
-        self._ends, self._joined, self._entry, self._goes = its.edges, its.joined, [its.entry], None
+        self._ends, self._joined, self._entry = its.edges, its.joined, [its.entry]
         stack = Stack([], its.row, 0, self._entries[0], its.picked)
         self.batch = Batch(its.ids, its.edges, len(its.edges), False, 1, None, (its.ids, its.edges), stack=stack)
 
@@ -167,57 +166,44 @@ class Request:
         """How many rows of the output are of bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
-    @property
-    def _whole(self) -> int:
-        """The part whose bags are pooled here, and `_dealt`: the other one; as far as there are any."""
-        return next(number for number, part in enumerate(self.parts) if part.is_whole)
-
-    @property
-    def _dealt(self) -> int:
-        return next(number for number, part in enumerate(self.parts) if not part.is_whole)
-
-    def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None) -> Stack:
-        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for."""
+    def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None, goes: torch.Tensor | None) -> Stack:
+        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. `goes`: see
+        `_picked`."""
         bags, room, all_of = self._bags, len(self._joined), self._all
-        has_rows, rows = any(not part.is_whole for part in self.parts), 1
-        if not has_rows:
+        whole, dealt, rows = all_of.whole, all_of.dealt, 1
+        if dealt is None:
             number = edges.new_full((room,), bags)
         elif self._by_entry:  # those of nobody have some
-            rows = self._entries[self._dealt]
-            number = self._entry[self._dealt].clamp(max=rows - 1) + bags
+            rows = self._entries[dealt]
+            number = self._entry[dealt].clamp(max=rows - 1) + bags
         else:
             number, rows = torch.arange(room, device=all_of.device) + bags, room
         runs, starts = [], edges[:0]
-        if lengths is not None and bags:
+        if whole is not None and lengths is not None and bags:
             firsts = edges.index_select(0, all_of.held_features)
             ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
             starts = torch.minimum(firsts[:, None] + torch.cumsum(lengths, 1) - lengths, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
             bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
-            number = torch.where(self._entry[self._whole] < self._entries[self._whole], bag, number)
-        picked = self._picked(self._dealt) if has_rows else edges[:0]
+            number = torch.where(self._entry[whole] < self._entries[whole], bag, number)
+        picked = edges[:0] if dealt is None else self._picked(dealt, goes)
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
-    def _picked(self, number: int) -> torch.Tensor:
+    def _picked(self, dealt: int, goes: torch.Tensor | None) -> torch.Tensor:
         """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
-        where there are no ids."""
-        goes, entry = self._goes, self._entry[number]
+        where there are no ids. `goes`: where rows of the entries go among them, if not one after the other
+        (`firsts_of`)."""
+        entry, back = self._entry[dealt], sum(self.parts[dealt].answer)
         if goes is not None:  # nobody's goes behind them all
-            entry = torch.cat([goes, goes.new_full((1,), self._back)]).index_select(0, entry)
-        picked = self._joined.new_zeros(self._back + 1)
+            entry = torch.cat([goes, goes.new_full((1,), back)]).index_select(0, entry)
+        picked = self._joined.new_zeros(back + 1)
         picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._all.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
-    @property
-    def _back(self) -> int:
-        """How many rows go back in all."""
-        rows = self._bounds[self._dealt].rows
-        return self._entries[self._dealt] if rows is None else self._all.ranks * rows
-
-    def _answer(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
-        """Those that go back, of `rows` that were picked, unless they have gone."""
-        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((self._back, rows.shape[1]))
+    def _answer(self, call: Call, rows: torch.Tensor, back: int) -> torch.Tensor:
+        """Those that go `back`, of `rows` that were picked, unless they have gone."""
+        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((back, rows.shape[1]))
 
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
@@ -229,7 +215,7 @@ class Request:
             if held and kind.mode is not None:
                 its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
                 rows = done * starts.shape[1], (done + held) * starts.shape[1]
-                runs.append(Run((0, len(self._joined)), rows, kind.mode, its_edges))
+                runs.append(Run(rows, kind.mode, its_edges))
                 done += held
         return runs
 
@@ -256,8 +242,6 @@ class Request:
         """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
         ids that are pooled is asked for, those rows, too, (W · bound, D). `weights`: float32 (W · bound,), of the
         entries of those ids, where they are given."""
-        if self._picks is not None:
-            return [self._answer(call, call.pick(self._picks))], [None]
         for number, its in enumerate(weights):
             if its is not None:
                 self._weights = self._filled(number, its)
@@ -269,7 +253,7 @@ class Request:
                 answers.append(self._by_rank(found.bags, part.held))
                 all_rows.append(None if found.every is None else self._scattered(number, found.every))
             else:
-                answers.append(self._answer(call, found.rows))
+                answers.append(self._answer(call, found.rows, sum(part.answer)))
                 all_rows.append(None)
         return answers, all_rows
 
@@ -308,7 +292,6 @@ class Request:
         if stack is not None:
             runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
             stack = replace(stack, runs=runs, row=put(stack.row), picked=put(stack.picked))
-        self._goes = None  # all are picked
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
     def rebind(self) -> Request:
@@ -331,5 +314,5 @@ class Request:
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
         stack = self.batch.stack
-        some = [each for each in (self._weights, self._picks) if each is not None]
+        some = [] if self._weights is None else [self._weights]
         return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]

@@ -11,7 +11,8 @@ from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
-from tieredemb.sharding.bags import Bound, Part
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import Padding, message
 from tieredemb.step.batch import Batch
 

@@ -364,18 +364,6 @@ class DeviceCall(Call):
         self.record_stream()
         return outs
 
-    @ranged("lookup")
-    def pick(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.pooled is not None or self.source is not None:  # a recorded plan looks up all of them
-            return self.pool(None, differentiable=False)[ids]
-        (part,) = self.parts
-        out = self._picked(ids)
-        part.pick(ids, self.rows_to or out)
-        part.join()
-        self.memory.joined()
-        self.record_stream()
-        return out
-
     def _picked(self, ids: torch.Tensor) -> torch.Tensor:
         """What is returned of the rows of `ids`, to be written."""
         config, rows = self.context.tables.config, ids.shape[0] if self.rows_to is None else 0

@@ -202,12 +202,6 @@ class DeviceGroupCall:
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
 
-    def pick(self, ids: torch.Tensor, out: torch.Tensor | RowSpread) -> None:
-        """Writes the rows of some occurrences, `ids` int64 (K,), to `out` (K, D)."""
-        with self.group.cache.using(self.ticket):
-            hot, overflow, homes = self._rows_now()
-            self._gather(hot, overflow, homes.index_select(0, ids), out)
-
     def _gather(
         self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | RowSpread
     ) -> None:

@@ -196,12 +196,8 @@ class HostGroupCall:
                 pool(weight, homes, of, rows_space(space.width, mode), NO_WEIGHTS, out[first:end], NO_ARGMAX)
                 first = end
 
-    def pick(self, ids: Array, out: Array) -> None:
-        """Writes the rows of some occurrences, `ids` int64 (K,), to `out`, carrier (K, D)."""
-        with self.group.cache.lock:
-            self._pick(*self._rows_now(), ids, out)
-
     def _pick(self, weight: Array, homes: Array, ids: Array, out: Array) -> None:
+        """Writes the rows of some occurrences, `ids` int64 (K,), to `out`, carrier (K, D)."""
         bags, n = self.bags, len(ids)
         of = Bags(ids, np.arange(n + 1), bags.sample, bags.feature, None, n)
         pool(weight, homes[ids], of, rows_space(self.group.space.width, "sum"), NO_WEIGHTS, out, NO_ARGMAX)
@@ -228,9 +224,8 @@ class HostGroupCall:
 
     def _bags_of(self, run: Run) -> Bags:
         """Those of a run, each of a sample of its own."""
-        bags, (first, last) = self.bags, run.ids
-        edges = run.edges.numpy()
-        return Bags(bags.keys[first:last], edges, bags.sample, bags.feature, None, len(edges) - 1)
+        bags, edges = self.bags, run.edges.numpy()
+        return Bags(bags.keys, edges, bags.sample, bags.feature, None, len(edges) - 1)
 
     def _rows_now(self) -> tuple[Array, Array]:
         """Rows as they are at the steps that were taken, carrier (·, D), and which of them each occurrence has. The
@@ -421,13 +416,6 @@ class HostCall(Call):
             array = weights.detach().to(torch.float32, copy=differentiable).contiguous().numpy()
         for part in self.parts:
             part.pool(out, array, keep_argmax=differentiable, keep_rows=self.keeps_rows)
-        return torch.from_numpy(out).view(dtype)
-
-    @ranged("lookup")
-    def pick(self, ids: torch.Tensor) -> torch.Tensor:
-        (part,), dtype = self.parts, self.context.tables.placed.now.config.output_dtype
-        out = np.empty((len(ids), part.group.space.width), CARRIERS[dtype])
-        part.pick(ids.numpy(), out)
         return torch.from_numpy(out).view(dtype)
 
     @ranged("lookup")

@@ -251,10 +251,6 @@ class Call(abc.ABC):
         """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
 
     @abc.abstractmethod
-    def pick(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them."""
-
-    @abc.abstractmethod
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:

@@ -16,11 +16,9 @@ from tieredemb.config import Mode
 
 
 class Run(NamedTuple):
-    """Neighbouring features whose bags are pooled alike. `ids`: where theirs begin and end among all · `rows`: where
-    theirs do in the output · `mode`: how they are pooled · `edges`: int64 (K + 1,), where the bags begin and end among
-    all ids."""
+    """Neighbouring features whose bags are pooled alike. `rows`: where theirs begin and end in the output · `mode`: how
+    they are pooled · `edges`: int64 (K + 1,), where the bags begin and end among all ids."""
 
-    ids: tuple[int, int]
     rows: tuple[int, int]
     mode: Mode
     edges: torch.Tensor

@@ -53,8 +53,9 @@ class Sharing(Protocol):
 
 class Division:
     """The capacity that all caches of some sets of tables share, of those on one device. It is looked at after `FIRST`
-    plans, then each time after some times as many (`GROWTH`), between steps, and divided anew where that serves more
-    lookups. Which rows are cached changes no number. A copy of it, as of a module, has no sets until these `join`."""
+    plans, then each time after some times as many (`GROWTH`, `UNCHANGED_GROWTH`), between steps, and divided anew where
+    that serves more lookups. Which rows are cached changes no number. A copy of it, as of a module, has no sets until
+    these `join`."""
 
     def __init__(self, sets: Iterable[Sharing] = ()) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]

@@ -19,7 +19,7 @@ TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so ma
 MOST_RANGES = 1 << 12  # of used rows of a file, that are looked at
 # scores that are told apart: from a number of uses to twice as many, as far below the highest, where scores age; and of
 # all, where they count
-SCORES_AN_OCTAVE, OCTAVES, MOST_SCORES = 256, 64, 1 << 16
+SCORES_AN_OCTAVE, OCTAVES, MOST_SCORES = 256, 64, 1 << 20
 
 
 class Use(NamedTuple):
