@@ -137,7 +137,7 @@ def test_what_fits_is_exchanged_in_one_size(worlds, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_is_longer_on_one_rank_is_exchanged_as_it_is_by_all_and_said_once(worlds, ahead):
+def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_said_once(worlds, ahead):
     answers = worlds(3).run(sizes_sent, 24, most_on_rank_2, ahead)
     assert [len(said) for _, said in answers] == [0, 0, 1]
     (text,) = answers[2][1]

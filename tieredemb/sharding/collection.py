@@ -90,7 +90,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. An
-    eager forward waits for the GPU once, to learn how many rows each rank is asked for, and whether an id is wrong.
+    eager forward waits for the GPU once, to learn how many ids a rank is asked for at most, and whether one is wrong.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone
