@@ -8,7 +8,7 @@ to the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,28 +120,8 @@ def claim_cell(key, cells):
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
 
 
-class Uses(NamedTuple):
-    """How rows that are read where they lie are noted as used. `last_batch`, `score`: of slots · `state`: uint32
-    (rows, S), of cold rows, the last word of which is the score, 0 of one that was never written · `number`: of the
-    batch · `now`, `kind`, `unit`, `gains`, `remember`: how scores are raised (`Scoring`), those of cold rows where they
-    are remembered · `missed`: int64 (N + 1,), takes the keys of those in no slot, in order of first occurrence; scratch
-    behind these · `counted`: int64 (5,), takes `USED`."""
-
-    last_batch: Array
-    score: Array
-    state: Array
-    number: int
-    now: int
-    kind: int
-    unit: float
-    gains: Array
-    remember: bool
-    missed: Array
-    counted: Array
-
-
-# of `Uses.counted`: how many occurrences are read, and how many of rows in slots; how many rows in slots are, and how
-# many others, and how many of these were never written, which are left as they are
+# what `uses_note` counts: how many occurrences are read, and how many of rows in slots; how many rows in slots are, and
+# how many others, and how many of these were never written, which are left as they are
 USED = LOOKUPS, HITS, HOT_ROWS, COLD_ROWS, UNWRITTEN = range(5)
 NOTED = 256  # occurrences whose rows are searched before any of them is noted
 SEARCHED = 48  # occurrences that are searched early: most wait for memory, as nothing has read the index before
@@ -151,7 +131,9 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 def uses_note(keys, first, stop, slot_plus_one, uses):
     """Notes the uses of rows keys[first:stop], negative for padding. Which rows are where, and which were noted before,
     is chance: the loop over occurrences does not branch on it. It writes nothing that it reads, as rows that occur
-    again and again would wait for it."""
+    again and again would wait for it. `uses`: see `Readable`; and `missed`, int64 (N + 1,), that takes the keys of
+    those in no slot, in order of first occurrence, scratch behind these; and `counted`, int64 (5,), that takes `USED`.
+    """
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
     stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
     words, end = state.shape[1], missed.shape[0] - 1
