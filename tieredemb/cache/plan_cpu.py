@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 RESOLVE_GRAIN = 8192
-COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
-UNIQUE, MISSED = 2, 3
+UNIQUE, MISSED = 2, 3  # of `Numbering.counted`
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -31,7 +30,7 @@ class Numbering:
     """`inverse`: int32 (N,), position of each occurrence's key among the unique ones, −1 for padding · `unique_keys`:
     int64 (U,) · `unique_slots`: int32 (U,), −1 for missed keys · `missed`: int32 (M,), positions of the missed keys
     among the unique ones · `counted`: int64 (K, 4), of each part of the batch the occurrences without padding, those
-    whose row was resident (`COUNTED`), and how many unique and missed keys it has."""
+    whose row was resident, and how many unique and missed keys it has."""
 
     inverse: Array
     unique_keys: Array
@@ -48,7 +47,7 @@ def number(keys: Array, slots: Array, starts: Array, last_batch: Array, unique_o
     unique_keys = np.empty(len(keys), np.int64)
     unique_slots = np.empty(len(keys), np.int32)
     missed = np.empty(len(keys), np.int32)
-    counted = np.empty((len(starts) - 1, len(COUNTED) + 1), np.int64)
+    counted = np.empty((len(starts) - 1, MISSED + 1), np.int64)
     absent = int(np.count_nonzero(slots < 0))
     cells = 1 << max(1, (2 * absent - 1).bit_length())  # of the claim table, at most half of which are used
     claim_key, claim_unique = np.zeros(cells, np.int64), np.empty(cells, np.int32)  # key + 1; 0 is free

@@ -24,7 +24,6 @@ from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import (
-    COUNTED,
     MISSED,
     UNIQUE,
     USED,
@@ -189,11 +188,14 @@ class HostCache(Cache):
                 return self.plan(keys, kind, client=client)
             if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
-                self._counts["batches"] += is_later
-                for name, value in zip(COUNTED, numbering.counted.sum(0).tolist(), strict=False):
-                    self._counts[name] += value
+                uses, counts = numbering.counted[:, :MISSED], self._counts
+                lookups, hits, unique = uses.sum(0).tolist()
+                counts["batches"] += is_later
+                counts["lookups"] += lookups
+                counts["hits"] += hits
+                counts["unique"] += unique
                 if planners.numbers:  # several share the cache
-                    self._clients.planned(planners.numbers, cold.metadata.batch, COUNTED, numbering.counted.tolist())
+                    self._clients.planned(planners.numbers, cold.metadata.batch, uses.tolist())
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
@@ -214,7 +216,8 @@ class HostCache(Cache):
         with self.plan_lock:
             self._check_usable()  # before the other lock, which a forked child may find taken for ever
             with self.lock:
-                self.check_rows()  # an update may have been interrupted meanwhile
+                if self.changes.records or self.suspects.found or not self.cold.volatile:  # by an update meanwhile
+                    self.check_rows()
                 reading = self.plan_changes.begin(READING)
                 try:
                     return self._read(look_up, kind, client)
@@ -243,16 +246,18 @@ class HostCache(Cache):
                 self._due = time
         is_due = self._due == time
         self._clients.planner = None  # of a plan that was interrupted
-        missed = noted[len(USED) : len(USED) + misses]
-        if unwritten:
-            self._write_initial(missed, now)
-            look_up(rows, notes=False)
-        found, counts = [lookups, hits, hot_rows + misses], self._counts
+        if misses:
+            missed = noted[len(USED) : len(USED) + misses]
+            if unwritten:
+                self._write_initial(missed, now)
+                look_up(rows, notes=False)
+        unique, counts = hot_rows + misses, self._counts
         counts["batches"] += is_later
-        for name, value in zip(COUNTED, found, strict=True):
-            counts[name] += value
+        counts["lookups"] += lookups
+        counts["hits"] += hits
+        counts["unique"] += unique
         if client is not None:
-            self._clients.planned((client,), time, COUNTED, [found])
+            self._clients.planned((client,), time, ((lookups, hits, unique),))
         if is_due and len(hot.key) > hot.capacity:
             self._retire_transients(batch)
         if misses and (is_due or hot.free):
