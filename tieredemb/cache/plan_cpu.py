@@ -128,7 +128,8 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 
 @inline
 def uses_note(keys, first, stop, slot_plus_one, uses):
-    """Notes the uses of rows keys[first:stop], negative for padding. Which rows are where, and which were noted before,
+    """Notes the uses of rows keys[first:stop], negative for padding; behind them `SEARCHED` longs can be read, whatever
+    they are, as memory that is asked for need not exist. Which rows are where, and which were noted before,
     is chance: the loop over occurrences does not branch on it. It writes nothing that it reads, as rows that occur
     again and again would wait for it. `uses`: see `Readable`; and `missed`, int64 (N + 1,), that takes the keys of
     those in no slot, in order of first occurrence, scratch behind these; and `counted`, int64 (5,), that takes `USED`.
@@ -140,7 +141,7 @@ def uses_note(keys, first, stop, slot_plus_one, uses):
     for block in range(first, stop, NOTED):
         hot, cold = end, misses  # where slots are put, one before the other, and keys, one behind the other
         for i in range(block, min(block + NOTED, stop)):
-            prefetch(slot_plus_one, item(keys, min(i + SEARCHED, stop - 1)))
+            prefetch(slot_plus_one, item(keys, i + SEARCHED))
             key = item(keys, i)
             if key < 0:
                 padded += 1
@@ -151,7 +152,7 @@ def uses_note(keys, first, stop, slot_plus_one, uses):
             put(missed, hot, slot)
             hot -= is_hit & (item(last_batch, slot) != stamp)
             put(missed, cold, key)
-            cold += (place <= 0) & (place != seen)
+            cold += np.int64(place != seen) & (1 - is_hit)
             hits += is_hit
         for u in range(hot + 1, end + 1):
             slot = item(missed, u)

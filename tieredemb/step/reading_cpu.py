@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from tieredemb.cache.plan_cpu import uses_note
+from tieredemb.cache.plan_cpu import SEARCHED, USED, uses_note
 from tieredemb.kernels.cpu import borrowed, inline, item, jit, keep, prefetch, put, row_at, row_width
 from tieredemb.kernels.native import longs_at
 from tieredemb.kernels.parallel_cpu import over_ranges
@@ -14,8 +14,15 @@ from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_ask
 from tieredemb.lookup.bags import BLOCK, COLUMN, FIRST, MODE, PADDING, SIZE
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX
 
-AHEAD = 16  # ids that are searched early
+AHEAD = 16  # ids that are searched early, at most `SEARCHED`
 NOT_READ = -1  # where a row begins that is not read, as padding
+COUNTED = len(USED)
+
+
+@inline
+def scratch_longs(count, given):
+    """The length of what `parts_of` divides, with what `uses_note` may read behind keys."""
+    return COUNTED + 1 + 3 * count + given + 1 + SEARCHED
 
 
 @inline
@@ -23,16 +30,18 @@ def parts_of(scratch, count, given):
     """What is in `scratch`: what was counted, int64 (5,), the missed keys, int64 (N + 1,), see `uses_note`; the key of
     each id, int64 (N,), −1 for padding; where its row begins, int64 (N,); and the edges of the bags, int64 (given + 1,)
     with the number of ids behind those that were given."""
-    at = scratch.ctypes.data
-    counted, missed = longs_at(at, 5), longs_at(at + 40, count + 1)
-    keys, homes = longs_at(at + 48 + 8 * count, count), longs_at(at + 48 + 16 * count, count)
-    return counted, missed, keys, homes, longs_at(at + 48 + 24 * count, given + 1)
-
-
-@inline
-def scratch_longs(count, given):
-    """The length of what `parts_of` divides."""
-    return 7 + 3 * count + given
+    counted = scratch.ctypes.data
+    missed = counted + 8 * COUNTED
+    keys = missed + 8 * (count + 1)
+    homes = keys + 8 * count
+    edges = homes + 8 * count
+    return (
+        longs_at(counted, COUNTED),
+        longs_at(missed, count + 1),
+        longs_at(keys, count),
+        longs_at(homes, count),
+        longs_at(edges, given + 1),
+    )
 
 
 @inline
@@ -84,7 +93,7 @@ def reading_is_wrong(
 ):  # fmt: skip
     wrong = not bags_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch)
     counted = parts_of(scratch, count, given)[0]
-    for k in range(5):
+    for k in range(COUNTED):
         put(counted, k, -1 if wrong else 0)
     return wrong
 
@@ -95,7 +104,7 @@ def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
     arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes."""
     columns = rows.shape[1]
     for i in range(first, stop):
-        prefetch(slot_plus_one, item(keys, min(i + AHEAD, keys.shape[0] - 1)))
+        prefetch(slot_plus_one, item(keys, i + AHEAD))
         key = item(keys, i)
         slot = np.int64(item(slot_plus_one, max(key, 0))) - 1
         is_cold = slot >> 63  # all bits, or none
