@@ -8,7 +8,7 @@ to the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 RESOLVE_GRAIN = 8192
-COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
-UNIQUE, MISSED = 2, 3
+UNIQUE, MISSED = 2, 3  # of `Numbering.counted`
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -31,7 +30,7 @@ class Numbering:
     """`inverse`: int32 (N,), position of each occurrence's key among the unique ones, −1 for padding · `unique_keys`:
     int64 (U,) · `unique_slots`: int32 (U,), −1 for missed keys · `missed`: int32 (M,), positions of the missed keys
     among the unique ones · `counted`: int64 (K, 4), of each part of the batch the occurrences without padding, those
-    whose row was resident (`COUNTED`), and how many unique and missed keys it has."""
+    whose row was resident, and how many unique and missed keys it has."""
 
     inverse: Array
     unique_keys: Array
@@ -48,7 +47,7 @@ def number(keys: Array, slots: Array, starts: Array, last_batch: Array, unique_o
     unique_keys = np.empty(len(keys), np.int64)
     unique_slots = np.empty(len(keys), np.int32)
     missed = np.empty(len(keys), np.int32)
-    counted = np.empty((len(starts) - 1, len(COUNTED) + 1), np.int64)
+    counted = np.empty((len(starts) - 1, MISSED + 1), np.int64)
     absent = int(np.count_nonzero(slots < 0))
     cells = 1 << max(1, (2 * absent - 1).bit_length())  # of the claim table, at most half of which are used
     claim_key, claim_unique = np.zeros(cells, np.int64), np.empty(cells, np.int32)  # key + 1; 0 is free
@@ -120,28 +119,8 @@ def claim_cell(key, cells):
     return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
 
 
-class Uses(NamedTuple):
-    """How rows that are read where they lie are noted as used. `last_batch`, `score`: of slots · `state`: uint32
-    (rows, S), of cold rows, the last word of which is the score, 0 of one that was never written · `number`: of the
-    batch · `now`, `kind`, `unit`, `gains`, `remember`: how scores are raised (`Scoring`), those of cold rows where they
-    are remembered · `missed`: int64 (N + 1,), takes the keys of those in no slot, in order of first occurrence; scratch
-    behind these · `counted`: int64 (5,), takes `USED`."""
-
-    last_batch: Array
-    score: Array
-    state: Array
-    number: int
-    now: int
-    kind: int
-    unit: float
-    gains: Array
-    remember: bool
-    missed: Array
-    counted: Array
-
-
-# of `Uses.counted`: how many occurrences are read, and how many of rows in slots; how many rows in slots are, and how
-# many others, and how many of these were never written, which are left as they are
+# what `uses_note` counts: how many occurrences are read, and how many of rows in slots; how many rows in slots are, and
+# how many others, and how many of these were never written, which are left as they are
 USED = LOOKUPS, HITS, HOT_ROWS, COLD_ROWS, UNWRITTEN = range(5)
 NOTED = 256  # occurrences whose rows are searched before any of them is noted
 SEARCHED = 48  # occurrences that are searched early: most wait for memory, as nothing has read the index before
@@ -149,9 +128,12 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 
 @inline
 def uses_note(keys, first, stop, slot_plus_one, uses):
-    """Notes the uses of rows keys[first:stop], negative for padding. Which rows are where, and which were noted before,
+    """Notes the uses of rows keys[first:stop], negative for padding; behind them `SEARCHED` longs can be read, whatever
+    they are, as memory that is asked for need not exist. Which rows are where, and which were noted before,
     is chance: the loop over occurrences does not branch on it. It writes nothing that it reads, as rows that occur
-    again and again would wait for it."""
+    again and again would wait for it. `uses`: see `Readable`; and `missed`, int64 (N + 1,), that takes the keys of
+    those in no slot, in order of first occurrence, scratch behind these; and `counted`, int64 (5,), that takes `USED`.
+    """
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
     stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
     words, end = state.shape[1], missed.shape[0] - 1
@@ -159,7 +141,7 @@ def uses_note(keys, first, stop, slot_plus_one, uses):
     for block in range(first, stop, NOTED):
         hot, cold = end, misses  # where slots are put, one before the other, and keys, one behind the other
         for i in range(block, min(block + NOTED, stop)):
-            prefetch(slot_plus_one, item(keys, min(i + SEARCHED, stop - 1)))
+            prefetch(slot_plus_one, item(keys, i + SEARCHED))
             key = item(keys, i)
             if key < 0:
                 padded += 1
@@ -170,7 +152,7 @@ def uses_note(keys, first, stop, slot_plus_one, uses):
             put(missed, hot, slot)
             hot -= is_hit & (item(last_batch, slot) != stamp)
             put(missed, cold, key)
-            cold += (place <= 0) & (place != seen)
+            cold += np.int64(place != seen) & (1 - is_hit)
             hits += is_hit
         for u in range(hot + 1, end + 1):
             slot = item(missed, u)

@@ -8,6 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import types
+from numba.np.arrayobj import populate_array
 
 from tieredemb.kernels.cpu import ask_for_line, intrinsic
 
@@ -78,6 +79,21 @@ def atomic_load(typingctx, address):
         return builder.load_atomic(_pointer(builder, args[0], 64), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def longs_at(typingctx, address, count):
+    """The int64 (count,) at `address` as an array. Their owner has to live on; see `borrowed`."""
+    kind = types.Array(types.int64, 1, "C")
+
+    def codegen(context, builder, signature, args):
+        array = context.make_array(kind)(context, builder)
+        data = builder.inttoptr(args[0], array.data.type)
+        size = context.get_constant(types.intp, 8)
+        populate_array(array, data=data, shape=[args[1]], strides=[size], itemsize=size, meminfo=None)
+        return array._getvalue()
+
+    return kind(types.int64, types.int64), codegen
 
 
 @intrinsic

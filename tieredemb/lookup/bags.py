@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 MAX_BAGS = 2**31 - 1  # of all features of a batch: kernels number them in int32
+# of each feature the number of its block of bags, and what it has in a `KeySpace`: the rows of `KeySpace.packed`
+BLOCK, FIRST, SIZE, PADDING, COLUMN, MODE = range(6)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class KeySpace:
     def blocks(self, places: Places) -> Array:
         """Of each feature the number of its block of bags among those given, int64 (F,)."""
         return np.array(places.blocks, np.int64)[self.features]
+
+    def packed(self, *, pooled: bool) -> Array:
+        """What kernels know of the features as one array, int64 (6, F); see `BLOCK`. Rows that are not `pooled` are
+        sums of one."""
+        mode = self.mode if pooled else np.full(len(self.mode), MODES.index("sum"))
+        return np.array([self.features, self.first, self.size, self.padding, self.column, mode], np.int64)
 
     def is_all(self, places: Places | None) -> bool:
         """Whether the bags given are those of these features, in their order."""

@@ -174,28 +174,29 @@ class TieredEmbeddingBag(OneTable):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> Batch:
-        ids = as_ids("input", widened(input, offsets), self._hook.device)
-        if per_sample_weights is not None and self.mode != "sum":
-            raise UnsupportedInputError(
-                f"per_sample_weights is only supported for mode='sum', this module has mode={self.mode!r}"
-            )
-        weights = None
+        device, weights = self._hook.device, None
+        ids = as_ids("input", widened(input, offsets), device)
         if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise UnsupportedInputError(
+                    f"per_sample_weights is only supported for mode='sum', this module has mode={self.mode!r}"
+                )
             weights = check_weights(per_sample_weights, input, self.tables.config.output_dtype)
-        if input.dim() == 2:
+        dimensions = input.dim()
+        if dimensions == 2:
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
             bags, length = input.shape
             return Batch(ids, EqualBags(bags, length), bags + 1, True, bags, weights, (input,))
-        if input.dim() != 1:
+        if dimensions != 1:
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
         if offsets is None:
             raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
-        starts = as_offsets(widened(offsets, input), self._hook.device)
+        starts = as_offsets(widened(offsets, input), device)
         given = starts.shape[0]
-        if self.include_last_offset and given == 0:
-            raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
         if given == 0:
+            if self.include_last_offset:
+                raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
             return Batch(ids, EqualBags(0, 0), 1, False, 0, weights, (input, offsets))
         bags = given - self.include_last_offset
         return Batch(ids, starts, bags + 1, False, bags, weights, (input, offsets))

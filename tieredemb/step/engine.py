@@ -215,7 +215,7 @@ class Engine:
         if ages and tables.division is not None and tables.division.is_due_in(tables):
             return None  # a plan looks how to divide the capacity
         kind = USE if ages else USE_AGAIN
-        output = call_type(place.config.device.type).read(batch, context, place, kind)
+        output = call_type(place.device_type).read(batch, context, place, kind)
         if output is not None and time is not None:
             time.looked_up(tables, _OVER)
         return output
@@ -289,7 +289,7 @@ class Engine:
         may_exceed = bool(self.ids_may_exceed_bags) and self.may_exceed_bags
         while True:
             place = self.tables.placed.now
-            call = call_type(place.config.device.type)(context, batch.size)
+            call = call_type(place.device_type)(context, batch.size)
             try:
                 call.plan(batch, kind, may_exceed_bags=may_exceed, memory=memory)
                 return call

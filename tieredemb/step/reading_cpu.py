@@ -6,39 +6,72 @@ import functools
 
 import numpy as np
 
-from tieredemb.cache.plan_cpu import uses_note
+from tieredemb.cache.plan_cpu import SEARCHED, USED, uses_note
 from tieredemb.kernels.cpu import borrowed, inline, item, jit, keep, prefetch, put, row_at, row_width
+from tieredemb.kernels.native import longs_at
 from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_ask
+from tieredemb.lookup.bags import BLOCK, COLUMN, FIRST, MODE, PADDING, SIZE
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX
 
-AHEAD = 16  # ids that are searched early
+AHEAD = 16  # ids that are searched early, at most `SEARCHED`
 NOT_READ = -1  # where a row begins that is not read, as padding
+COUNTED = len(USED)
 
 
 @inline
-def edge(offsets, bag, count):
-    """Where a bag begins, of `count` ids: an end of the last one that is missing is that of the ids."""
-    return item(offsets, bag) if bag < offsets.shape[0] else count
+def scratch_longs(count, given):
+    """The length of what `parts_of` divides, with what `uses_note` may read behind keys."""
+    return COUNTED + 1 + 3 * count + given + 1 + SEARCHED
 
 
 @inline
-def bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys):
+def parts_of(scratch, count, given):
+    """What is in `scratch`: what was counted, int64 (5,), the missed keys, int64 (N + 1,), see `uses_note`; the key of
+    each id, int64 (N,), −1 for padding; where its row begins, int64 (N,); and the edges of the bags, int64 (given + 1,)
+    with the number of ids behind those that were given."""
+    counted = scratch.ctypes.data
+    missed = counted + 8 * COUNTED
+    keys = missed + 8 * (count + 1)
+    homes = keys + 8 * count
+    edges = homes + 8 * count
+    return (
+        longs_at(counted, COUNTED),
+        longs_at(missed, count + 1),
+        longs_at(keys, count),
+        longs_at(homes, count),
+        longs_at(edges, given + 1),
+    )
+
+
+@inline
+def bags_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch):
     """Whether offsets rise from 0 to at most the number of ids, or to that where `exact`, and whether the ids in the
-    bags of features are rows of their tables, of `size` int64 (F,). Each id is read once, and its key written to
-    `keys`, int64 (N,), −1 for padding: another thread may be writing to the ids."""
-    given, count = offsets.shape[0], ids.shape[0]
-    right = given == 0 or (item(offsets, 0) == 0 and item(offsets, given - 1) <= count)
+    bags of features are rows of their tables. Each id and offset is read once, and keys and edges are written to
+    `scratch`: another thread may be writing to the tensors. `ids_at`: the address of ids, int64 (N,) · `offsets_at`:
+    that of offsets, int64 (given,), of bags that have not all the same `length` · `features`: see `KeySpace.packed` ·
+    `skips`: whether padding is dropped."""
+    ids, offsets = longs_at(ids_at, count), longs_at(offsets_at, given)
+    _, _, keys, _, edges = parts_of(scratch, count, given)
+    if length < 0:
+        for k in range(given):
+            put(edges, k, item(offsets, k))
+    else:
+        for k in range(given):
+            put(edges, k, k * length)
+    put(edges, given, count)
+    right = given == 0 or (item(edges, 0) == 0 and item(edges, given - 1) <= count)
     for k in range(1, given):
-        right &= item(offsets, k - 1) <= item(offsets, k)
+        right &= item(edges, k - 1) <= item(edges, k)
     if exact:
-        right &= item(offsets, given - 1) == count
+        right &= item(edges, given - 1) == count
     if right:
-        outside = 0
-        for f in range(blocks.shape[0]):
-            rows, first_key, skipped = np.uint64(item(size, f)), item(start, f), item(padding, f)
-            first, stop = edge(offsets, blocks[f] * batch, count), edge(offsets, (blocks[f] + 1) * batch, count)
-            for i in range(first, stop):
+        outside, number = 0, features.shape[1]
+        for f in range(number):
+            rows, first_key = np.uint64(item(features, SIZE * number + f)), item(features, FIRST * number + f)
+            skipped = item(features, PADDING * number + f) if skips else np.int64(-1)
+            bag = item(features, BLOCK * number + f) * batch
+            for i in range(item(edges, bag), item(edges, bag + batch)):
                 row = item(ids, i)
                 outside += np.uint64(row) >= rows
                 put(keys, i, np.int64(-1) if row == skipped else row + first_key)
@@ -47,20 +80,21 @@ def bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, key
 
 
 @jit
-def all_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys):
+def all_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch):
     """See `bags_are_right`."""
-    return bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys)
+    return bags_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch)
 
 
 @inline
 def reading_is_wrong(
-    ids, offsets, exact, blocks, batch, start, size, padding, mode, column, weights,
-    slot_plus_one, hot, cold,
-    last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted,
-    keys, homes, out,
+    ids_at, count, offsets_at, given, length, exact, features, batch, skips, weights,
+    slot_plus_one, hot, cold, last_batch, score, state, number, now, kind, unit, gains, remember,
+    scratch, out,
 ):  # fmt: skip
-    wrong = not bags_are_right(ids, offsets, exact, blocks, batch, start, size, padding, keys)
-    counted[:] = -1 if wrong else 0
+    wrong = not bags_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch)
+    counted = parts_of(scratch, count, given)[0]
+    for k in range(COUNTED):
+        put(counted, k, -1 if wrong else 0)
     return wrong
 
 
@@ -70,7 +104,7 @@ def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
     arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes."""
     columns = rows.shape[1]
     for i in range(first, stop):
-        prefetch(slot_plus_one, item(keys, min(i + AHEAD, keys.shape[0] - 1)))
+        prefetch(slot_plus_one, item(keys, i + AHEAD))
         key = item(keys, i)
         slot = np.int64(item(slot_plus_one, max(key, 0))) - 1
         is_cold = slot >> 63  # all bits, or none
@@ -84,35 +118,36 @@ def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
 
 @functools.partial(over_ranges, unless=reading_is_wrong)
 def bags_read(
-    lo, hi, ids, offsets, exact, blocks, batch, start, size, padding, mode, column, weights,
-    slot_plus_one, hot, cold,
-    last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted,
-    keys, homes, out,
+    lo, hi, ids_at, count, offsets_at, given, length, exact, features, batch, skips, weights,
+    slot_plus_one, hot, cold, last_batch, score, state, number, now, kind, unit, gains, remember,
+    scratch, out,
 ):  # fmt: skip
     """All bags of samples lo … hi − 1; a range that begins at −1 notes the uses of all rows before. Moves
-    D · itemsize + 20 bytes an occurrence, most of them at random, and as many a bag in order. Nothing is done, and
-    `counted[0]` is −1, where the bags are not right. `keys`, `homes`: int64 (N,), scratch · for the others see
-    `KeySpace`, `Readable` and `Uses`."""
+    D · itemsize + 20 bytes an occurrence, most of them at random, and as many a bag in order. Nothing is done, and the
+    first number of `scratch` is −1, where the bags are not right. `scratch`: int64 (`scratch_longs`,) · for the others
+    see `bags_are_right` and `Readable`."""
     sums = np.empty(row_width(hot), np.float32)
     acc = borrowed(sums)
-    count = ids.shape[0]
+    counted, missed, keys, homes, edges = parts_of(scratch, count, given)
+    every = features.shape[1]
     if lo < 0:
         uses = last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted
-        for f in range(mode.shape[0]):
-            first, stop = edge(offsets, blocks[f] * batch, count), edge(offsets, (blocks[f] + 1) * batch, count)
-            uses_note(keys, first, stop, slot_plus_one, uses)
+        for f in range(every):
+            bag = item(features, BLOCK * every + f) * batch
+            uses_note(keys, item(edges, bag), item(edges, bag + batch), slot_plus_one, uses)
         lo = 0
     distance = (cold.ctypes.data - hot.ctypes.data) // hot.itemsize
     rows, hot_at, cold_at = row_at(hot, min(distance, 0)), max(-distance, 0), max(distance, 0)
     block = block_of(hot, count, batch)
     for ahead in range(lo, hi + block, block):
-        for f in range(mode.shape[0]):
-            bag = blocks[f] * batch
-            first, stop = edge(offsets, bag + min(ahead, hi), count), edge(offsets, bag + min(ahead + block, hi), count)
+        for f in range(every):
+            bag = item(features, BLOCK * every + f) * batch
+            first, stop = item(edges, bag + min(ahead, hi)), item(edges, bag + min(ahead + block, hi))
             rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes)
         for b in range(max(ahead - block, lo), min(ahead, hi)):
-            for f in range(mode.shape[0]):
-                bag, to = blocks[f] * batch + b, b * out.shape[1] + column[f]
-                first, stop = edge(offsets, bag, count), edge(offsets, bag + 1, count)
-                bag_pool(out, to, rows, homes, 1, first, stop, weights, mode[f], acc, NO_ARGMAX)
+            for f in range(every):
+                bag, mode = item(features, BLOCK * every + f) * batch + b, item(features, MODE * every + f)
+                first, stop = item(edges, bag), item(edges, bag + 1)
+                to = b * out.shape[1] + item(features, COLUMN * every + f)
+                bag_pool(out, to, rows, homes, 1, first, stop, weights, mode, acc, NO_ARGMAX)
     keep(sums)

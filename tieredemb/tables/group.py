@@ -433,6 +433,11 @@ class HostGroup(Group):
     def is_read_in_place(self) -> bool:
         return self.cache.cold.as_fast_as_slots and not self.is_dense
 
+    @functools.cached_property
+    def features(self) -> Array:
+        """What a lookup in place knows of its features; see `KeySpace.packed`."""
+        return self.space.packed(pooled=self.config.pooled)
+
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
         until = self.kept_until(history)
         if until is None:

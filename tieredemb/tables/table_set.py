@@ -83,13 +83,13 @@ Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense
 
 
 class Place:
-    """Where tables are. `groups`: by width · `reports`: where a GPU reports bad ids and offsets, and steps that it
-    refuses: one, or that of each group where these look among ids of their own; none on the CPU · `faults`: the first
-    one, or None, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was counted
-    before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
-    `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups · `recorded`: what was recorded of the
-    tables there, by the context of calls, or by the tables of updates. It does not refer to the place, and is freed
-    with it."""
+    """Where tables are. `device_type`: of the device of its config · `groups`: by width · `reports`: where a GPU
+    reports bad ids and offsets, and steps that it refuses: one, or that of each group where these look among ids of
+    their own; none on the CPU · `faults`: the first one, or None, and `other_faults`: where it does for several sets of
+    tables as one · `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, but
+    not from plans; each `with` takes `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups ·
+    `recorded`: what was recorded of the tables there, by the context of calls, or by the tables of updates. It does not
+    refer to the place, and is freed with it."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Place:
         reports: Sequence[Any] | None = None,
     ) -> None:
         self.config = config
+        self.device_type: str = config.device.type
         if reports is None:
             own = make_fault_report(config)
             reports = [] if own is None else [own]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,10 @@ from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import (
-    COUNTED,
     MISSED,
     UNIQUE,
     USED,
     Numbering,
-    Uses,
     count_arrivals,
     number,
     resolve,
@@ -80,12 +78,32 @@ READING = _Reading()
 
 
 class Readable(NamedTuple):
-    """What a lookup without a plan reads: where rows are (`RowIndex`), and their weights in slots (`hot`) and in cold
-    storage, carriers (C, D) and (rows, D)."""
+    """What a lookup without a plan reads, and how it notes rows as used. `slot_plus_one`: where rows are (`RowIndex`) ·
+    `hot`, `cold`: their weights in slots and in cold storage, carriers (C, D) and (rows, D) · `last_batch`, `score`: of
+    slots · `state`: uint32 (rows, S), of cold rows, the last word of which is the score, 0 of one that was never
+    written · `number`: of the batch · `now`, `kind`, `unit`, `gains`, `remember`: how scores are raised (`Scoring`),
+    those of cold rows where they are remembered."""
 
     slot_plus_one: Array
     hot: Array
     cold: Array
+    last_batch: Array
+    score: Array
+    state: Array
+    number: int
+    now: int
+    kind: int
+    unit: float
+    gains: Array
+    remember: bool
+
+
+class Reading(Protocol):
+    """Reads rows, and `notes` their uses. Returns what it has counted, int64: `USED`, of which the first is −1 where
+    ids are not to be read and nothing was, and behind these the keys of the rows in no slot, in order of first
+    occurrence."""
+
+    def __call__(self, rows: Readable, *, notes: bool) -> Array: ...
 
 
 class _Left(NamedTuple):
@@ -170,11 +188,14 @@ class HostCache(Cache):
                 return self.plan(keys, kind, client=client)
             if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
-                self._counts["batches"] += is_later
-                for name, value in zip(COUNTED, numbering.counted.sum(0).tolist(), strict=False):
-                    self._counts[name] += value
+                uses, counts = numbering.counted[:, :MISSED], self._counts
+                lookups, hits, unique = uses.sum(0).tolist()
+                counts["batches"] += is_later
+                counts["lookups"] += lookups
+                counts["hits"] += hits
+                counts["unique"] += unique
                 if planners.numbers:  # several share the cache
-                    self._clients.planned(planners.numbers, cold.metadata.batch, COUNTED, numbering.counted.tolist())
+                    self._clients.planned(planners.numbers, cold.metadata.batch, uses.tolist())
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
@@ -184,40 +205,39 @@ class HostCache(Cache):
                 return self.plan(keys, kind._replace(scored=False, ages=False), client=client)
             return ticket
 
-    def read(
-        self, look_up: Callable[[Readable, Uses | None], bool], count: int, kind: PlanKind, *, client: int | None = None
-    ) -> bool:
+    def read(self, look_up: Reading, kind: PlanKind, *, client: int | None = None) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
         by a plan. Missed rows then come into free slots, and in one step of `BRING_EVERY` also in the place of others.
-        Returns False, and changes nothing, where `look_up` does.
+        Returns False, and changes nothing, where `look_up` reads none.
 
-        `look_up`: reads the rows and notes their uses, or returns False for ids that are not to be read. It is called
-        again, to note none, if it has met rows that were never written · `count`: of ids, at most · `kind`, `client`:
+        `look_up`: it is called again, to note no use, if it has met rows that were never written · `kind`, `client`:
         see `plan`.
         """
         with self.plan_lock:
             self._check_usable()  # before the other lock, which a forked child may find taken for ever
             with self.lock:
-                self.check_rows()  # an update may have been interrupted meanwhile
+                if self.changes.records or self.suspects.found or not self.cold.volatile:  # by an update meanwhile
+                    self.check_rows()
                 reading = self.plan_changes.begin(READING)
                 try:
-                    return self._read(look_up, count, kind, client)
+                    return self._read(look_up, kind, client)
                 finally:
                     self.plan_changes.clear(reading)
 
-    def _read(
-        self, look_up: Callable[[Readable, Uses | None], bool], count: int, kind: PlanKind, client: int | None
-    ) -> bool:
+    def _read(self, look_up: Reading, kind: PlanKind, client: int | None) -> bool:
         cold, hot, scoring, metadata = self.cold, self.hot, self.scoring, self.cold.metadata
         assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
-        rows = Readable(self._index.slot_plus_one, hot.weight, cold.weight)
         is_later = kind.ages is True or metadata.batch == 0
         time = metadata.batch + is_later
         self._last = batch = self._last + 1  # before rows are stamped with it, wherever this ends
-        terms = scoring.kind, scoring.unit
-        scores = scoring.now(time), *terms, gains_of(*terms), scoring.remember
-        missed, counted = np.empty(count + 1, np.int64), np.empty(len(USED), np.int64)
-        if not look_up(rows, Uses(hot.last_batch, hot.score, cold.state, batch, *scores, missed, counted)):
+        now, terms = scoring.now(time), (scoring.kind, scoring.unit)
+        rows = Readable(
+            self._index.slot_plus_one, hot.weight, cold.weight, hot.last_batch, hot.score, cold.state,
+            batch, now, *terms, gains_of(*terms), scoring.remember,
+        )  # fmt: skip
+        noted = look_up(rows, notes=True)
+        lookups, hits, hot_rows, misses, unwritten = noted[: len(USED)].tolist()
+        if lookups < 0:
             return False
         metadata.batch = time
         if is_later:
@@ -226,17 +246,18 @@ class HostCache(Cache):
                 self._due = time
         is_due = self._due == time
         self._clients.planner = None  # of a plan that was interrupted
-        lookups, hits, hot_rows, misses, unwritten = counted.tolist()
-        missed = missed[:misses]
-        if unwritten:
-            self._write_initial(missed, scores[0])
-            look_up(rows, None)
-        found, counts = [lookups, hits, hot_rows + misses], self._counts
+        if misses:
+            missed = noted[len(USED) : len(USED) + misses]
+            if unwritten:
+                self._write_initial(missed, now)
+                look_up(rows, notes=False)
+        unique, counts = hot_rows + misses, self._counts
         counts["batches"] += is_later
-        for name, value in zip(COUNTED, found, strict=True):
-            counts[name] += value
+        counts["lookups"] += lookups
+        counts["hits"] += hits
+        counts["unique"] += unique
         if client is not None:
-            self._clients.planned((client,), time, COUNTED, [found])
+            self._clients.planned((client,), time, ((lookups, hits, unique),))
         if is_due and len(hot.key) > hot.capacity:
             self._retire_transients(batch)
         if misses and (is_due or hot.free):

@@ -37,12 +37,14 @@ class Clients:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def planned(self, numbers: Sequence[int], time: int, names: Sequence[str], counted: Sequence[list[int]]) -> None:
-        """Clients have planned; several plans of one time are one batch. `counted`: of each of them, by `names`."""
-        for number, values in zip(numbers, counted, strict=True):
+    def planned(self, numbers: Sequence[int], time: int, uses: Sequence[Sequence[int]]) -> None:
+        """Clients have planned; several plans of one time are one batch. `uses`: of each of them occurrences, those
+        whose row was resident, and unique rows."""
+        for number, (lookups, hits, unique) in zip(numbers, uses, strict=True):
             counts = self.counts[number]
-            for name, value in zip(names, values, strict=False):
-                counts[name] += value
+            counts["lookups"] += lookups
+            counts["hits"] += hits
+            counts["unique"] += unique
             if time != self._times[number]:
                 counts["batches"] += 1
                 self._times[number] = time
