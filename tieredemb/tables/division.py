@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
-GROWTH, UNCHANGED_GROWTH = 2, 4  # × the plans before a look, until the next one: of a look that changes nothing more
+GROWTH, UNCHANGED_GROWTH = 2, 8  # × the plans before a look, until the next one: of a look that changes nothing more
 PATIENCE = 64  # forwards that find batches in flight, before it is put off
 # of all lookups, that more of them hit: for less no cache is made anew, which takes as long as dozens of steps; before
 # so many plans have come from one look to the next the gain has to be larger, as fewer may follow
