@@ -36,7 +36,7 @@ class TieredEmbError(Exception):
     ...     tieredemb.TieredEmbeddingBag(1000, 4, capacity=2.0)
     ... except tieredemb.TieredEmbError as error:
     ...     print(error)
-    capacity as a share of the rows must lie in (0, 1], got 2.0
+    capacity as a share of the rows must lie in (0, 1], got 2.0; a number of rows is an int
     """
 
 
