@@ -82,7 +82,7 @@ class StorageError(TieredEmbError, OSError):
 
 
 class StorageFullError(StorageError):
-    """No space is left for a row that has to be written; nothing was lost."""
+    """No space is left for a row that has to be written; nothing is lost while the process has the rows."""
 
 
 class StorageFormatError(StorageError):

@@ -128,3 +128,27 @@ gone.set()
     lock_of(threading, "_shutdown_locks_lock")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+FAILS = """
+import sys
+import tieredemb
+
+storage = tieredemb.File(sys.argv[1])
+table = tieredemb.TieredEmbeddingBag(9, 4, capacity=5, storage=storage, optimizer=tieredemb.SGD(lr=0.1))
+table(__import__("torch").tensor([[1]])).sum().backward()
+
+def full(*_):
+    raise tieredemb.errors.StorageFullError("no space left")
+
+table.tables.groups[0].cache.cold.write = full
+"""
+
+
+def test_rows_that_the_end_of_a_process_cannot_write_are_told_of_as_lost(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS, str(tmp_path / "rows")], capture_output=True, text=True, check=False
+    )
+    assert "StorageFullError: no space left" in ended.stderr
+    assert "rows that were not written are lost" in ended.stderr
+    assert "tieredemb.close(model)" in ended.stderr

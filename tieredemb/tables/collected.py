@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import functools
 import os
 import threading
 import weakref
@@ -28,9 +29,21 @@ def when_collected(owner: object, close: Callable[[], object]) -> weakref.finali
 
 def _close(close: Callable[[], object]) -> None:
     if any(lock is not None and lock.locked() for lock in _LOCKS):
-        _close_aside(close)
+        _close_aside(functools.partial(_for_good, close))
     else:
+        _for_good(close)
+
+
+def _for_good(close: Callable[[], object]) -> None:
+    """Closes what nobody can close again."""
+    try:
         close()
+    except Exception as error:
+        error.add_note(
+            "The process ends, or nobody has these tables any more: rows that were not written are lost with them. "
+            "Call tieredemb.close(model) yourself, while its error can still be answered"
+        )
+        raise
 
 
 def _close_aside(close: Callable[[], object]) -> None:

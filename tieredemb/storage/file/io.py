@@ -30,7 +30,8 @@ def storage_errors(path: str, doing: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise StorageFullError(
-                f"no space left while {doing} {path!r}; free space on its filesystem and try again: nothing was lost"
+                f"no space left while {doing} {path!r}; free space on its filesystem and try again: nothing is lost "
+                "while this process has the rows"
             ) from error
         raise StorageError(f"{doing} {path!r} failed: {error}") from error
 
