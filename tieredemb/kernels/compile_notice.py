@@ -16,7 +16,7 @@ from numba.core import event
 
 from tieredemb.kernels.kernel_cache import place
 
-SAYING = "tieredemb: compiling CPU kernels (once; they are cached on disk)"
+SAYING = "tieredemb: compiling CPU kernels (each once; they are cached on disk)"
 UNCACHED = (
     "tieredemb: compiling CPU kernels (in each process anew, as there is no directory to cache them in: {}; "
     "see python -m tieredemb doctor)"
