@@ -187,7 +187,9 @@ def _remarks(
     left = [f"{each.shown} {each.reason}" for each in chosen if each.reason]
     if left:
         remarks.append(f"left as they are, as tiered twins could not stand for them: {listed(left)}")
-    if not able:
+    if left and not able:
+        remarks.append("nothing was replaced")
+    elif not able:
         remarks.append("nothing was replaced: the model has no nn.Embedding or nn.EmbeddingBag that was to be")
     tables = {id(each.module.weight) for each in able}
     remarks += [text for each in _followed(assigned) if (text := _of_meta(each, tables))]
