@@ -264,3 +264,21 @@ def test_caches_that_a_graph_of_the_users_knows_stay():
         graph.replay()
         with torch.no_grad():
             assert torch.equal(out, whole(*batch_of(step, "cuda")))
+
+
+def test_a_look_that_changes_nothing_is_followed_by_one_after_eight_times_as_many_plans():
+    """A look writes rows back, which nothing else does here: all of them are cached."""
+    tables = te.TieredEmbeddingBagCollection(
+        [te.TableConfig(name=f"t{d}", num_embeddings=50, embedding_dim=d, placement="cached") for d in (4, 8)],
+        capacity=1.0,
+        device="cpu",
+        optimizer=te.SGD(lr=0.1),
+    )
+    ids, offsets = torch.arange(8, device="cpu"), torch.arange(9, device="cpu")
+    written, looks = 0, []
+    for step in range(200):
+        tables(ids, offsets).sum().backward()
+        if tables.stats().rows_written_back > written:
+            written = tables.stats().rows_written_back
+            looks.append(step)
+    assert looks == [20, 20 + 8 * 20]
