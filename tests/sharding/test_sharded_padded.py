@@ -24,6 +24,7 @@ from training import NAMES, OPTIMIZERS
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.sharding import context
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
 
@@ -442,3 +443,32 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all(worlds, fails, ahead):
         assert errors[0][0] == told_of[0]
         assert told_of[1] in errors[0][1]
         assert errors[0][1].startswith("rank 1: ")
+
+
+def requests_too_much(rank, size):
+    """In the second step all request more than blocks may hold."""
+    model, errors, most = model_of(MIXED, "rows"), [], context.MOST_ENTRIES
+    for step in range(3):
+        if step == 1:
+            context.MOST_ENTRIES = 2 * size
+        errors.append(
+            told(lambda step=step: step_of(model, batch_of(MIXED, step, rank, samples=seven), weighted=False))
+        )
+        context.MOST_ENTRIES = most
+    weights = dict(model.state_dict())
+    model.close()
+    return errors, weights
+
+
+def test_blocks_that_no_owner_takes_are_refused_on_all_ranks(worlds):
+    answers = worlds(2).run(requests_too_much)
+    for errors, _ in answers:
+        assert [each is None for each in errors] == [True, False, True]
+        assert errors[1][0] == "InvalidInputError"
+        assert "2 ranks may request 2 at most of each other: split the batch" in errors[1][1]
+    assert answers[0][0] == answers[1][0]
+    alone = te.TieredEmbeddingBagCollection(MIXED, optimizer=te.Adagrad(lr=0.1), capacity=0.5)
+    for step in (0, 2):
+        step_of(alone, joined(MIXED, [batch_of(MIXED, step, rank, samples=seven) for rank in range(2)]), weighted=False)
+    for name, weight in alone.state_dict().items():
+        assert equal(answers[0][1][name], weight), name

@@ -381,5 +381,5 @@ class Cache(abc.ABC):
         if self._closed or self.cold.released:
             raise StorageError(
                 "the cache of these tables was closed, by close() or tieredemb.close(model); to go on, build a new "
-                "module: over the same File or Pmem it has their rows, and else load_checkpoint() brings those saved"
+                "module over the same File or Pmem, or load a checkpoint into a new one"
             )

@@ -151,25 +151,25 @@ class ShardedCall:
     def _of_launches(self, batch: Batch) -> Sequence[Bags]:
         """The bags, found by launches that the host waits for."""
         found, most = self.context.bags_of(batch)
-        self._knows(most)
+        self._note_asked(most)
         return found
 
     def _look(self) -> None:
         """Waits until the host can know what the bags ask for, and looks. Raises what is wrong with them."""
         assert self._recorded is not None
         self._is_later = False
-        self._knows(self._recorded.look())
+        self._note_asked(self._recorded.look())
 
     @property
     def _counts(self) -> Counts:
         """What it tells all ranks, as far as that is known."""
         return Counts(self.batch, [*self._asks_for])
 
-    def _knows(self, most: Sequence[Most]) -> None:
-        """It asks for so much."""
+    def _note_asked(self, most: Sequence[Most]) -> None:
+        """Notes how much it asks for, and warns where that is more than `max_ids`."""
         self._asks_for = most
         if self.context.max_ids is not None:
-            self.fits(most)  # which warns where that is not enough
+            self.fits(most)
 
     def _looked_at(self) -> Sequence[Bags]:
         """The bags as they are found, before anything is sent. As `_look`."""

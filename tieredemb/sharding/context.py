@@ -231,8 +231,8 @@ class ShardedContext:
             most = min(MOST_ENTRIES, MAX_BAGS // len(shard.space.features)) // ranks
             if ids > most:
                 raise InvalidInputError(
-                    f"a rank requests {ids} ids of another in the tables of width {shard.space.width}, and of each "
-                    f"rank may be requested {most} at most, with {ranks} ranks: split the batch"
+                    f"a rank requests {ids} ids of another in the tables of width {shard.space.width}; {ranks} ranks "
+                    f"may request {most} at most of each other: split the batch. Nothing was changed"
                 )
 
     def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[Most]]:

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
 FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
-GROWTH, UNCHANGED_GROWTH = 2, 8  # × the plans before a look, until the next one: of a look that changes nothing more
+# × the plans that have come before a look, until the next one: after a look that has changed sizes, and after another
+GROWTH, UNCHANGED_GROWTH = 2, 8
 PATIENCE = 64  # forwards that find batches in flight, before it is put off
-# of all lookups, that more of them hit: for less no cache is made anew, which takes as long as dozens of steps; before
-# so many plans have come from one look to the next the gain has to be larger, as fewer may follow
+# the share of all lookups that has to hit in addition for caches to be made anew, which takes as long as dozens of
+# steps; it is larger while fewer plans than that come between two looks
 LEAST_GAIN, LEAST_GAIN_PLANS = 0.0002, 400
 LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five times what caches hold, and chance decides
 

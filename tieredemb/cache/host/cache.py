@@ -216,8 +216,7 @@ class HostCache(Cache):
         with self.plan_lock:
             self._check_usable()  # before the other lock, which a forked child may find taken for ever
             with self.lock:
-                if self.changes.records or self.suspects.found or not self.cold.volatile:  # by an update meanwhile
-                    self.check_rows()
+                self.check_rows()  # an update may have been interrupted meanwhile
                 reading = self.plan_changes.begin(READING)
                 try:
                     return self._read(look_up, kind, client)
