@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tieredemb as te
-from benchmarks import tables
+from benchmarks import cuda_shapes, tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
@@ -17,7 +18,7 @@ from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import batches, quick_workloads
-from benchmarks.record import load
+from benchmarks.record import Record, load
 from benchmarks.shapes import Limits, as_one, draw
 from benchmarks.shapes import batches as shapes_batches
 from tieredemb.cache.stats import CacheStats
@@ -193,6 +194,30 @@ def test_of_several_runs_the_usual_one_counts():
     ]
     whole = StepTimes.of_all(runs)
     assert (whole.mean_ms, whole.host_ms, len(whole.step_ms)) == (2.0, 1.0, 12)
+
+
+def test_shapes_are_held_to_the_median_and_the_worst_beside_fbgemm():
+    modes = (", prefetch", ", CUDA graph", ", CUDA graph, prefetch")
+    found = [
+        Record(
+            op="step",
+            provider="tieredemb",
+            config=f"{n} % cached{mode}",
+            median=1,
+            p20=1,
+            p80=1,
+            rounds=1,
+            ratio=n / 10,
+        )
+        for n in (1, 5, 9)
+        for mode in modes
+    ]
+    by_config = {record.config: record for record in cuda_shapes.records_of_all(found, quick=False)}
+    assert {config: (record.median, record.met) for config, record in by_config.items()} == {
+        "median of 3 shapes": (0.5, False),
+        "worst of 3 shapes": (0.9, False),
+    }
+    assert not cuda_shapes.records_of_all([replace(record, ratio=None) for record in found], quick=False)
 
 
 def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
