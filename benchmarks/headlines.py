@@ -28,7 +28,7 @@ ON_CPU = (
 )
 ON_GPU = (
     "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
-    "cuda-shapes", "cuda-rounding", "cuda-opening", "cuda-sharding", "cuda-host", "cuda-whole",
+    "cuda-shapes", "cuda-loops", "cuda-rounding", "cuda-opening", "cuda-sharding", "cuda-host", "cuda-whole",
 )  # fmt: skip
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 
 import tieredemb as te
-from benchmarks import cuda_shapes, tables
+from benchmarks import cuda_loops, cuda_shapes, tables
 from benchmarks.cuda_inference import Ids, Size
+from benchmarks.cuda_loops import EAGER, Loop, Loops
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH
 from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
 from benchmarks.cuda_shapes import LIMITS
@@ -25,6 +28,8 @@ from tieredemb.cache.stats import CacheStats
 
 CPU = torch.device("cpu")
 QUICK = ("--quick", "--device", "cpu")
+LOOPED = (*(f"{name}, " for name in quick_workloads()), "")  # workloads, and shapes
+OF_LOOPS = ("prefetch / eager", "steps replayed")
 
 
 def run(name, *args):
@@ -55,6 +60,13 @@ def run(name, *args):
         ("rounding", {"test AUC": 5}),
         ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
         ("shapes", {"step": 4, "HBM of the cache": 2}),
+        (
+            "loops",
+            {
+                **{f"{work}step of a loop": 6 if not work else 3 for work in LOOPED},
+                **{f"{work}{op}": 2 if not work else 1 for work in LOOPED for op in OF_LOOPS},
+            },
+        ),
         ("opening", {"open 0.0 GiB": 2, "fill as many bytes": 1, "first step beyond import torch": 2}),
         (
             "host",
@@ -196,6 +208,52 @@ def test_of_several_runs_the_usual_one_counts():
     assert (whole.mean_ms, whole.host_ms, len(whole.step_ms)) == (2.0, 1.0, 12)
 
 
+def test_loops_take_their_batches_in_order_and_time_all_steps_but_the_first(monkeypatch):
+    monkeypatch.setattr(cuda_loops, "perf_counter", lambda: len(seen) / 1e3)  # each step takes a millisecond
+    offsets = torch.tensor([0, 2])
+    module, seen = te.TieredEmbeddingBagCollection([te.TableConfig(name="t", num_embeddings=9, embedding_dim=4)]), []
+
+    def step(ids):
+        seen.append(int(ids[0]))
+        module(ids, offsets)
+
+    given = (torch.full((2,), number % 9) for number in count())
+    loops = Loops(step, given, module, CPU)
+    for way in (EAGER, FETCHED, FETCHED_GRAPH):
+        loop = loops.run(way, 5, 2)
+        assert loop.ms == pytest.approx(1)
+        assert (loop.replayed, loop.ahead) == (0, None)  # neither on a CPU
+    assert seen == [number % 9 for number in range(15)]
+    module.close()
+
+
+def test_loops_of_all_ways_make_pairs():
+    module = te.TieredEmbeddingBagCollection([te.TableConfig(name="t", num_embeddings=9, embedding_dim=4)])
+    loops = Loops(lambda ids: None, (torch.zeros(2) for _ in count()), module, CPU)
+    plan = cuda_loops.plan_of([*QUICK, "--no-shapes"])[0]
+    plan = replace(plan, pairs=3, graphs=2)
+    found = loops.run_in_turns(plan, plan.pairs)
+    assert {way: len(of_way) for way, of_way in found.items()} == {EAGER: 3, FETCHED: 3, FETCHED_GRAPH: 2}
+    found = loops.run_in_turns(plan, 0)
+    assert {way: len(of_way) for way, of_way in found.items()} == {FETCHED_GRAPH: 2}
+    module.close()
+
+
+def test_loops_are_held_to_the_median_of_their_pairs():
+    plan = replace(cuda_loops.plan_of(QUICK)[0], quick=False)
+    eager, fetched = [1.0, 2.0, 4.0], [1.0, 1.8, 4.4]
+    loops = {
+        EAGER: [Loop(ms=ms, replayed=0.0, ahead=None) for ms in eager],
+        FETCHED: [Loop(ms=ms, replayed=0.0, ahead=ms < 2) for ms in fetched],
+        FETCHED_GRAPH: [Loop(ms=1.0, replayed=share, ahead=None) for share in (0.9, 0.99, 0.94)],
+    }
+    by_op = {record.op: record for record in cuda_loops.records_of(plan, "W, ", "all", loops, 0.97, 0.95)}
+    ratio, replayed = by_op["W, prefetch / eager"], by_op["W, steps replayed"]
+    assert (ratio.median, ratio.bar, ratio.met) == (1.0, "≤ 0.97", False)
+    assert ratio.note == "interval 0.777 … 1.279; 2 of 3 loops planned ahead in the end"
+    assert (replayed.median, replayed.bar, replayed.met) == (0.94, "≥ 0.95", False)
+
+
 def test_shapes_are_held_to_the_median_and_the_worst_beside_fbgemm():
     modes = (", prefetch", ", CUDA graph", ", CUDA graph, prefetch")
     found = [
@@ -218,6 +276,16 @@ def test_shapes_are_held_to_the_median_and_the_worst_beside_fbgemm():
         "worst of 3 shapes": (0.9, False),
     }
     assert not cuda_shapes.records_of_all([replace(record, ratio=None) for record in found], quick=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["--pairs", "1"], "2 --pairs at least"), (["--steps", "50"], "50 --steps have none behind the --first 50")],
+)
+def test_loops_that_could_not_be_told_apart_are_refused(args, message, capsys):
+    with pytest.raises(SystemExit):
+        cuda_loops.plan_of([*QUICK, *args])
+    assert message in capsys.readouterr().err
 
 
 def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
