@@ -8,15 +8,17 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import statistics
 import threading
 import time
 import types
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from counters import Plans
+from counters import Calls, Plans
 from devices import assert_same_bits, equal, given_on_devices, idle, randint
 from hypothesis import strategies as st
 from pairs import parametrize_pairs
@@ -38,10 +40,11 @@ from tieredemb.errors import (
     StorageFullError,
     UncleanFileError,
 )
+from tieredemb.modules.forwards import LISTENERS
 from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.plan_groups import drop_all
-from tieredemb.pipeline.prefetch import running
+from tieredemb.pipeline.prefetch import _RUNNING, running
 from tieredemb.step.planned_forwards import CompletedFuture, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows
 
@@ -823,6 +826,64 @@ def test_a_loop_is_left_by_who_has_a_lock_that_its_plan_waits_for(device, monkey
     while not idle(model) and time.monotonic() < deadline:
         time.sleep(0.01)  # what was being planned is dropped once it is made
     assert idle(model)
+
+
+def calls_of_warm_steps(step):
+    """Python calls of the package in a step: the median of several, their backward on this thread, which counts."""
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(9):
+            step()
+        with Calls() as calls:
+            found = []
+            for _ in range(5):
+                before = len(calls.files)
+                step()
+                found.append(len(calls.files) - before)
+    return statistics.median(found)
+
+
+def state_around():
+    """What a loop changes that steps depend on, beside the model."""
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("tieredemb-prefetch")}
+    return torch._C._is_multithreading_enabled(), gc.isenabled(), [*LISTENERS], [*_RUNNING], threads
+
+
+@pytest.mark.parametrize("how", ["end", "break", "error", "captured"])
+def test_steps_after_a_loop_do_what_they_did_before(device, how):
+    model, (first, *batches) = table(), ids_of_steps(90)
+
+    def step(ids=first):
+        model(ids).square().sum().backward()
+
+    calls, state = calls_of_warm_steps(step), state_around()
+    train = te.graph_step(step) if how == "captured" else step
+    with contextlib.suppress(KeyError):
+        for number, ids in enumerate(te.prefetch(batches, model)):
+            train(ids)
+            if number == 80 and how == "break":
+                break
+            if number == 80 and how == "error":
+                raise KeyError("the loop's own")
+    assert state_around() == state
+    assert not model.planned.waiting
+    assert calls_of_warm_steps(step) == calls
+
+
+def test_a_loop_does_not_keep_the_batch_that_it_has_learned_from(device):
+    model, batches = table(), []
+
+    def loader():
+        for ids in ids_of_steps(6):
+            ids = ids.clone()
+            batches.append(weakref.ref(ids))
+            yield ids
+
+    for number, ids in enumerate(te.prefetch(loader(), model)):
+        model(ids).sum().backward()
+        del ids
+        if number == 4:
+            gc.collect()
+            assert batches[0]() is None
 
 
 def test_loops_follow_one_another(device):

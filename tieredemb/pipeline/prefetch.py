@@ -218,6 +218,7 @@ class Run(Generic[B]):
         if self._lookups is None and self._observed:
             self._lookups, unknown = learn(current.batch, self._observed)
             self._listen(False)
+            self._observed.clear()  # it holds the batch
             if unknown:
                 names = [name or "the model" for name, module in self._prefetch.modules.items() if module in unknown]
                 warnings.warn(
