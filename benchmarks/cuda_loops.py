@@ -3,7 +3,8 @@
 The other benchmarks time steps that are in full swing. Here is what a loop takes that a user writes, but for its first
 steps: with prefetch it finds out meanwhile whether planning ahead pays. Eager loops over the same tables, without
 prefetch and with it, take turns, in random order in each pair. In the first pairs a loop of captured steps with
-prefetch joins them, which says how many of its steps were replays.
+prefetch joins them, which says how many of its steps were replays. One eager loop comes before all others, and tells
+whether these leave something behind that makes later steps slower.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.shapes import ALPHA, Limits, as_one, draw
 from benchmarks.shapes import batches as batches_of_shape
 from benchmarks.timing import Quantiles
 
-EAGER = ""
+EAGER, BEFORE = "", ", before all loops with prefetch"
 PAIRS, STEPS, FIRST, GRAPHS, WARM_UP = 6, 500, 50, 2, 100
 PAIRED = 10  # shapes whose eager loops are timed; of the others captured steps alone
 POOL = 1000  # batches of a workload, two loops: those of all loops would take tens of GiB, so they come round again
@@ -115,17 +116,19 @@ class Loops:
         )
 
     def run_in_turns(self, plan: Plan, pairs: int) -> dict[str, list[Loop]]:
-        """The loops of each way: `pairs` of the eager ones."""
-        found: dict[str, list[Loop]] = {way: [] for way in (EAGER, FETCHED) if pairs}
-        found |= {FETCHED_GRAPH: []}
+        """The loops of each way: `pairs` of the eager ones, and an eager one before."""
+        found: dict[str, list[Loop]] = {way: [] for way in (EAGER, FETCHED) if pairs} | {FETCHED_GRAPH: []}
+        before = []
         for way in found:
             self.run(way, plan.warm_up)
+            if way == EAGER:
+                before.append(self.run(EAGER, plan.steps, plan.first))
         order = Random(0)
         for turn in range(max(pairs, plan.graphs)):
             ways = [way for way in found if turn < (plan.graphs if way == FETCHED_GRAPH else pairs)]
             for way in order.sample(ways, len(ways)):
                 found[way].append(self.run(way, plan.steps, plan.first))
-        return found
+        return found | {BEFORE: before} if pairs else found
 
 
 def measure_workload(plan: Plan, work: CudaWorkload) -> list[Record]:
@@ -188,6 +191,8 @@ def records_of(
             note += f"; {sum(map(bool, ahead))} of {len(ahead)} loops planned ahead in the end"
         more = barred(at_most(samples.median, most, ""), quick=plan.quick)
         found.append(measured(f"{prefix}prefetch / eager", OURS, config, "", samples, note=note, **more))
+        later = Quantiles.of([each / ms[BEFORE][0] for each in ms[EAGER]])
+        found.append(measured(f"{prefix}eager / eager before", OURS, config, "", later))
     replayed = Quantiles.of([loop.replayed for loop in loops[FETCHED_GRAPH]])
     more = {} if least is None else barred(at_least(replayed.median, least, ""), quick=plan.quick)
     found.append(measured(f"{prefix}steps replayed", OURS, config, "", replayed, **more))
@@ -213,7 +218,8 @@ def title(plan: Plan) -> str:
         f"Adagrad, unified memory, LFU with half-life 300. {plan.pairs} pairs of eager loops over the same tables, "
         f"without and with prefetch, in random order, and {plan.graphs} loops of captured steps with prefetch among "
         f"them, after {plan.warm_up} steps of each. prefetch / eager: the median of the pairs, with Student's interval "
-        f"of {CONFIDENCE:.0%} for the mean of their logarithms. Steps replayed: the share of the timed ones. {works}: "
+        f"of {CONFIDENCE:.0%} for the mean of their logarithms. eager / eager before: by the time of an eager loop "
+        f"that came before any with prefetch. Steps replayed: the share of the timed ones. {works}: "
         f"bags of 1 id, all rows written before, {plan.pool} batches that come round again. Shapes drawn by the seeds "
         f"0 … {plan.shapes - 1} (`benchmarks/shapes.py`), the first {min(PAIRED, plan.shapes)} of which have eager "
         f"loops: jagged bags of the given mean of ids, Zipf {ALPHA:g}, fp32, {plan.shape_pool} batches that come round "
