@@ -11,9 +11,9 @@ Where the cache has room for the rows of three batches, a plan gives away slots 
 what is missed, and slots are given away when the rows come, at the beginning of the next replay: the batch that was
 computed by then locks nothing any more, and no hit is lost for going ahead.
 
-So the way to cold storage rests between two replays alone, and where slots are given away late. Slots are given away
-side by side for several widths, but rows come group by group: one swap alone saturates PCIe with few multiprocessors,
-and five at once left none to what computes.
+So the way to cold storage rests between two replays alone, and where slots are given away late. Few multiprocessors
+saturate that way. Several widths share these, and their rows come side by side: one that came behind another would
+find all multiprocessors busy with what computes.
 
 A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
 Rows that are left for later stay on the books until the replay that fills them was launched. To fill them again
@@ -41,6 +41,7 @@ into the order of the ids: an update finds them by number.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -389,8 +390,7 @@ class Ring(Generic[R]):
         self._publishing.wait_stream(torch.cuda.current_stream())
         with on_stream(self._publishing):
             side_by_side(device, [cache.publish_last for cache in caches], "publishing")
-        for cache in caches:  # each takes all that the way to cold storage has, and leaves the rest to what computes
-            cache.complete_last()
+        side_by_side(device, [functools.partial(cache.complete_last, len(caches)) for cache in caches], "moving")
         return caches
 
     def _capture(self, arenas: Sequence[Arena[R]], known: list[PlannedCall], named: Lookups | None) -> R:
