@@ -34,9 +34,10 @@ exchange, goes on beside the publishing of the last plan, which the plan alone w
 step, forwards of tables of this rank alone may be over on the books by then, while their update is yet to run: the
 plan comes behind it (`StreamOrder.whole`).
 
-Rows come back once for each different row, in blocks of as many as the ranks have seen, with some room; a batch with
-more runs eagerly, and all capture anew. Gradients come where the rows of the output lie, so that no owner puts them
-into the order of the ids: an update finds them by number.
+Ids go in blocks of `max_ids`, or of as many as such steps have requested so far, with some room. Rows come back once
+for each different row, in blocks of as many as the ranks have seen. A batch with more runs eagerly, and all capture
+anew. Gradients come where the rows of the output lie, so that no owner puts them into the order of the ids: an update
+finds them by number.
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class Ring(Generic[R]):
         their buffers then, as far as they fit. Raises what is wrong with the one that is to be computed."""
         step, agreement, computing = self._step, self._agreement, self._arenas[0]
         has, known, is_fresh = 0, list[PlannedCall](), True
+        if computing.graph is not None and computing.graph.form != self._form:
+            computing.graph = None
         if self.reach:
             has, known, is_fresh = self._load_ahead(batch, following)
         else:
@@ -180,6 +183,10 @@ class Ring(Generic[R]):
                 could *= self._fits(agreement, batch)
         self._could = bool(could)
         return has | could, known
+
+    @property
+    def _form(self) -> object:
+        return None if self._agreement is None else self._agreement.form
 
     def _why_eager(self, way: int) -> str:
         """Why a step is neither replayed nor captured."""
@@ -442,6 +449,7 @@ class Ring(Generic[R]):
                 states=states_of(known),
                 memories=[arena.memories for arena in arenas],
                 launched=planning.launched,
+                form=self._form,
             )
         self._leave()
         return result

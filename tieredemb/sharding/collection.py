@@ -78,12 +78,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     latter pooled bags and their gradients · `capacity`: of each rank · `average`: whether gradients of the
     tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `max_ids`:
     how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
-    held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); for a
-    batch of more the ranks agree on a larger one, to the same bits, and a warning says how many ids there are. None:
-    the ranks agree on one for each batch, and on GPUs for each number of samples · `device`: of this rank;
-    "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
-    a rank waits for another, already while it constructs the collection, and before that for its own GPU; by default as
-    long as torch does.
+    held whole apart. Exchanges are padded to it; for a batch of more the ranks agree on a larger size, to the same
+    bits, and a warning says how many ids there are. None: the ranks agree on a size for each batch, on GPUs for each
+    number of samples, and for captured steps (`graph_step`) on that of their largest batch so far · `device`: of this
+    rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`:
+    how long a rank waits for another, already while it constructs the collection, and before that for its own GPU; by
+    default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
