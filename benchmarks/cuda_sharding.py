@@ -169,7 +169,7 @@ class Rank:
                 some = list(islice(given, warm_up + plan.steps))
                 with on_one_thread() if mode == ONE_THREAD else contextlib.nullcontext():
                     times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device, wait=self.wait)
-            yield mode, Done(times, floor_ms(work, done), a_batch(done.rows_filled, done))
+            yield mode, Done(times, floor_ms(work.row_bytes, done), a_batch(done.rows_filled, done))
         if self.number == 0:
             say(f"{work.name}, {type(module).__name__}: {perf_counter() - start:.1f} s")
 
@@ -193,8 +193,8 @@ class Rank:
 
     def dlrm_steps(self, who: str) -> Steps:
         of = replace(self.plan.dlrm, device=self.device, warm_up=self.plan.warm_up, steps=self.plan.steps)
-        ranks, warm_up = self.plan.ranks, of.warm_up + 2 * self._again
-        every = training_batches(replace(of, warm_up=ranks * warm_up, steps=ranks * of.steps))
+        ranks, warm_up = self.plan.ranks, of.warm_up + 4 * self._again
+        every = training_batches(of, ranks * (warm_up + 5 * of.steps + 4))
         given, found = every[self.number :: ranks], {}
         ids, left = torch.stack([batch.ids for batch in given]), iter(given)
         for modes in self._modes:
@@ -226,7 +226,7 @@ class Rank:
         ids, upstream = self.ids(work)[0], Upstream(work, self.device)
         module = tiered_tables(work, 1.0, OPTIMIZER, self.device)
         with torch.no_grad():
-            for some, offsets in every_row(work, self.device):
+            for some, offsets in every_row(work.sizes, work.lookups, self.device):
                 module(some, offsets)
         step = tieredemb.graph_step(Tables(module, upstream).step)
         times, _ = run_fresh(step, [ids] * (MODE_STEPS + ROUNDS), module.stats, warm_up=MODE_STEPS, device=self.device)

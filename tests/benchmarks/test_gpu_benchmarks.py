@@ -16,9 +16,9 @@ from benchmarks.cuda_shapes import LIMITS
 from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
-from benchmarks.cuda_workload import batches, quick_workloads
+from benchmarks.cuda_workload import batches, every_row, quick_workloads
 from benchmarks.record import load
-from benchmarks.shapes import Limits, as_one, draw
+from benchmarks.shapes import Limits, Shape, as_one, draw
 from benchmarks.shapes import batches as shapes_batches
 from tieredemb.cache.stats import CacheStats
 
@@ -104,10 +104,10 @@ def test_shapes_have_tables_and_batches_as_drawn():
                            most_ids=300, most_bytes=4000))  # fmt: skip
     assert draw(7, LIMITS) == draw(7, LIMITS) != draw(8, LIMITS)
     assert shape.mean_ids <= 300
-    assert 4 * sum(rows * width for rows, width in zip(shape.rows, shape.widths, strict=True)) <= 4000
+    assert 4 * sum(rows * width for rows, width in zip(shape.sizes, shape.widths, strict=True)) <= 4000
     for batch in shapes_batches(shape, 3, CPU):
         assert len(batch) == 5
-        for rows, bag, (ids, offsets) in zip(shape.rows, shape.bags, batch, strict=True):
+        for rows, bag, (ids, offsets) in zip(shape.sizes, shape.bags, batch, strict=True):
             assert 0 <= ids.min() <= ids.max() < rows
             assert offsets.tolist() == sorted(offsets.tolist())
             assert (offsets[0], offsets[-1], len(offsets)) == (0, len(ids), shape.batch + 1)
@@ -201,3 +201,26 @@ def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
     for table, rows in enumerate(work.sizes):
         assert 0 <= ids[:, table].min() <= ids[:, table].max() < rows
     assert ids[:, 0].unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 4), (3, 20, 1, 7)])
+def test_every_row_is_named_once(sizes):
+    seen = [[] for _ in sizes]
+    for ids, offsets in every_row(sizes, 12, CPU):
+        assert len(ids) <= 12
+        assert offsets[-1] == len(ids)
+        starts = offsets[:: (len(offsets) - 1) // len(sizes)].tolist()
+        for rows, start, stop in zip(seen, starts, starts[1:], strict=False):
+            rows += ids[start:stop].tolist()
+    assert seen == [list(range(rows)) for rows in sizes]
+
+
+def test_weights_of_unequal_tables_are_all_set():
+    shape = Shape(seed=0, sizes=(3, 70_000, 20), widths=(8, 4, 8), bags=(1, 1, 1), batch=1, share=0.5)
+    module = tiered_tables(shape, shape.share, te.SGD(lr=0.1), CPU)
+    values = set_weights(module, shape, CPU)
+    weights = module.state_dict()
+    for t, (rows, width) in enumerate(zip(shape.sizes, shape.widths, strict=True)):
+        expected = values[width][torch.arange(rows) % len(values[width])]
+        assert torch.equal(weights[f"tables.t{t}.weight"], expected)
+    module.close()
