@@ -206,10 +206,11 @@ def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
 
 def floor_ms(row_bytes: int, done: CacheStats, requests_per_ms: float = REQUESTS_PER_MS) -> float:
     """Milliseconds a batch that PCIe alone needs for what moved, of rows of such weights. A row is requested in pieces
-    of 128 bytes, and one more for state and score; a clean victim gives back its score."""
+    of 128 bytes, and one more for state and score; a clean victim gives back its score, and a row beyond the cache is
+    read and written where it lies."""
     row_requests = -(-row_bytes // 128) + 1
     clean = done.evictions - done.rows_written_back
-    requests = row_requests * (done.rows_filled + done.rows_written_back) + clean
+    requests = row_requests * (done.rows_filled + done.rows_written_back + 2 * done.rows_overflow) + clean
     return a_batch(requests, done) / requests_per_ms
 
 
