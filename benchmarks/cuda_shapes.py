@@ -21,6 +21,7 @@ from benchmarks.cuda_modes import modes_of
 from benchmarks.cuda_providers import LR, OURS, check_room, fbgemm_bags, fbgemm_installed
 from benchmarks.cuda_runs import Way, run_in_turns
 from benchmarks.cuda_step import PEER, STATISTIC, cache_bytes, once, release, say
+from benchmarks.cuda_tables import cold_bytes, tiered_tables
 from benchmarks.cuda_timing import StepTimes, allocated_bytes
 from benchmarks.record import Record, measured
 from benchmarks.shapes import ALPHA, Jagged, Limits, Shape, as_one, batches, draw
@@ -41,6 +42,7 @@ QUICK = Limits(
     most_bytes=1 << 20,
 )  # fmt: skip
 SHAPES, STEPS, WARM_UP = 12, 50, 60
+OPTIMIZER = tieredemb.RowWiseAdagrad(lr=LR)
 POOL = 60  # batches of a shape: jagged ones of all steps would take tens of GiB, so they come round again
 
 
@@ -72,7 +74,9 @@ def measure(plan: Plan, shape: Shape) -> list[Record]:
     pool = [as_one(batch) for batch in batches(shape, plan.pool, device)]
     random = torch.Generator(device).manual_seed(shape.seed)
     gradient = torch.randn(shape.batch, sum(shape.widths), generator=random, device=device).mul_(1e-2)
-    module = collection(shape, device)
+    if device.type == "cuda":
+        check_room(2 * cold_bytes(shape, OPTIMIZER))  # of FBGEMM's, too
+    module = tiered_tables(shape, shape.share, OPTIMIZER, device)
 
     def step(batch: Jagged) -> None:
         torch.autograd.backward(module(*batch), gradient)
@@ -81,12 +85,12 @@ def measure(plan: Plan, shape: Shape) -> list[Record]:
     theirs_mib = 0.0
     if device.type == "cuda" and fbgemm_installed():
         before = allocated_bytes(device)
-        bags = fbgemm_bags(list(zip(shape.rows, shape.widths, strict=True)), device, share=shape.share)
+        bags = fbgemm_bags(list(zip(shape.sizes, shape.widths, strict=True)), device, share=shape.share)
         theirs_mib = (allocated_bytes(device) - before) / 2**20
-        ways[PEER] = Way(step=lambda batch: bags(*batch).backward(gradient), batches=_anew(pool), warm_up=plan.warm_up)
+        ways[PEER] = Way(step=lambda batch: bags(*batch).backward(gradient), batches=anew(pool), warm_up=plan.warm_up)
     most = max(len(ids) for ids, _ in pool)
     ways |= modes_of(
-        step, _anew(pool), module, module.stats, warm_up=plan.warm_up, fetched=True, device=device, max_ids=most
+        step, anew(pool), module, module.stats, warm_up=plan.warm_up, fetched=True, device=device, max_ids=most
     )
     runs = run_in_turns(ways, steps=plan.steps, device=device)
     ours_mib = cache_bytes(module.memory_report()) / 2**20
@@ -94,21 +98,7 @@ def measure(plan: Plan, shape: Shape) -> list[Record]:
     return _records(shape, runs, ours_mib, theirs_mib)
 
 
-def collection(shape: Shape, device: torch.device) -> tieredemb.TieredEmbeddingBagCollection:
-    tables = [
-        tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=width)
-        for t, (rows, width) in enumerate(zip(shape.rows, shape.widths, strict=True))
-    ]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        check_room(2 * sum(rows * (4 * width + 8) for rows, width in zip(shape.rows, shape.widths, strict=True)))
-    return tieredemb.TieredEmbeddingBagCollection(
-        tables, capacity=shape.share, optimizer=tieredemb.RowWiseAdagrad(lr=LR), device=device,
-        storage=tieredemb.UnifiedMemory() if on_gpu else tieredemb.HostMemory(),
-    )  # fmt: skip
-
-
-def _anew(pool: Sequence[Jagged]) -> Iterator[Jagged]:
+def anew(pool: Sequence[Jagged]) -> Iterator[Jagged]:
     """The pool over and over, each time as tensors of their own: a plan belongs to its ids tensor."""
     return ((ids[:], offsets[:]) for ids, offsets in cycle(pool))
 
