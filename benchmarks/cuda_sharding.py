@@ -55,7 +55,6 @@ PLAIN, SHARDED, MIXED = "one GPU", "sharded", "sharded, small tables whole"
 WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are small ones
 RESIDENT, EXCHANGES = "resident", "exchanges"
 EAGER, CAPTURED = ("", FETCHED, ONE_THREAD), (GRAPH, FETCHED_GRAPH)
-ROOM = 1.02  # × the ids of the fullest batch that one rank asks another for
 FILLED_AT_ONCE = 1 << 20  # ids
 BARRED_RANKS = 2
 OPTIMIZER = tieredemb.RowWiseAdagrad(lr=LR)
@@ -228,24 +227,18 @@ class Requests:
     def __init__(self, layout: Layout, shape: Shape, jagged: Jagged) -> None:
         ids, offsets = jagged
         device, tables = ids.device, len(shape.sizes)
-        self._ids, self._ranks, self._samples = ids, layout.size, (len(offsets) - 1) // tables
+        self._ids, self._samples = ids, (len(offsets) - 1) // tables
         self._table = torch.arange(tables, device=device).repeat_interleave(offsets[:: self._samples].diff())
         self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is dealt out
         self._is_dealt = self._holder[self._table] < 0
-        self.owner = torch.where(self._is_dealt, (ids + self._table) % layout.size, self._holder[self._table])
+        self._owner = torch.where(self._is_dealt, (ids + self._table) % layout.size, self._holder[self._table])
         self._width = torch.tensor(shape.widths, device=device)
         self._first = torch.tensor([0, *shape.sizes], device=device).cumsum(0)
-
-    def most(self) -> int:
-        """The most ids of one rank, in tables of one width that are dealt out, or that are held whole."""
-        part = 2 * self._width[self._table] + self._is_dealt
-        counts: torch.Tensor = (part * self._ranks + self.owner).unique(return_counts=True)[1]  # type: ignore[no-untyped-call]
-        return int(counts.max()) if len(counts) else 0
 
     def bytes_with_others(self, rank: int) -> dict[str, int]:
         """Bytes of what `rank` sends to others, and what they send it: of ids, of rows and pooled bags, and of
         gradients."""
-        goes = self.owner != rank
+        goes = self._owner != rank
         dealt = goes & self._is_dealt
         keys: torch.Tensor = (self._first[self._table] + self._ids)[dealt].unique()  # type: ignore[no-untyped-call]
         rows = 4 * int(self._width[torch.searchsorted(self._first, keys, right=True) - 1].sum())
@@ -331,22 +324,18 @@ class Rank:
         with self.seconds(f"{name}, drawing batches"):
             drawn = self.draw(work, len(work.modes) * (plan.warm_up + plan.steps + 2))
         left = iter(drawn)
-        for some in (EAGER, CAPTURED):  # only captured steps need max_ids; the cache is as cold on one GPU, too
-            modes = [mode for mode in some if mode in work.modes]
-            if not modes:
-                continue
-            with self.seconds(f"{name}, building tables and setting weights"):
-                module = self.tables(work, way, drawn, has_max=some is CAPTURED)
-                model, step = work.trained(module, self.device, is_sharded=way != PLAIN)
-            if some is CAPTURED:
-                lengths = {len(work.jagged(batch)[0]) for batch in drawn}
-                step = tieredemb.graph_step(step, max_ids=max(lengths) if len(lengths) > 1 else None)
-            for mode in modes:
-                with self.seconds(name + mode):
-                    found[work.name, way, mode] = self.run_mode(mode, Trained(model, step), module, left)
-            module.close()
-            del module, model, step
-            release(self.device)
+        with self.seconds(f"{name}, building tables and setting weights"):
+            module = self.tables(work, way)
+            eager = work.trained(module, self.device, is_sharded=way != PLAIN)
+        lengths = {len(work.jagged(batch)[0]) for batch in drawn}
+        step = tieredemb.graph_step(eager.step, max_ids=max(lengths) if len(lengths) > 1 else None)
+        for mode in work.modes:
+            trained = eager._replace(step=step) if mode in CAPTURED else eager
+            with self.seconds(name + mode):
+                found[work.name, way, mode] = self.run_mode(mode, trained, module, left)
+        module.close()
+        del module, eager, step, trained
+        release(self.device)
         return found
 
     def run_mode(self, mode: str, trained: Trained, module: Any, left: Iterator[Any]) -> Done:
@@ -367,21 +356,17 @@ class Rank:
                 times, done = run_fresh(step, some, counters, warm_up=plan.warm_up, device=device, wait=self.wait)
         return Done(times, done.floor_ms, done.misses)
 
-    def tables(self, work: Work, way: str, drawn: Sequence[Any], *, has_max: bool) -> Any:
-        """A collection, all of whose rows were written. `has_max`: ranks ask for at most as many ids as in any batch
-        that was drawn."""
+    def tables(self, work: Work, way: str) -> Any:
+        """A collection, all of whose rows were written."""
         if way == PLAIN:
             module: Any = tiered_tables(work.shape, work.capacity, OPTIMIZER, self.device)
         else:
-            layout, most = layout_of(work, way, self.plan.ranks), None
-            if has_max:
-                asked = max(Requests(layout, work.shape, work.jagged(batch)).most() for batch in drawn)
-                most = int(ROOM * most_of_all(asked)) + 1
+            layout = layout_of(work, way, self.plan.ranks)
             if self.device.type == "cuda":
                 check_room(cold_bytes(work.shape, OPTIMIZER))
             module = tieredemb.ShardedTieredEmbeddingBagCollection(
                 layout.tables, sharding=sharding_of(work.shape, way), capacity=work.capacity, optimizer=OPTIMIZER,
-                device=self.device, max_ids=most, timeout=TIMEOUT,
+                device=self.device, timeout=TIMEOUT,
             )  # fmt: skip
         set_weights(module, work.shape, self.device)
         return module
@@ -559,15 +544,15 @@ def title(plan: Plan) -> str:
         )
     return (
         f"Forward, backward and update over {plan.ranks} ranks, one GPU each, NCCL. {'; '.join(names)}. Bags of 1 id "
-        f"where nothing else is said, fp32, row-wise Adagrad, unified memory, all rows written before; the batch is a "
-        f"rank's. Sharded: as it is by default, row by row; with small tables whole, those of less than 1 MiB are held "
-        f"by one rank each. The mean of {plan.steps} steps on batches never seen before, on the rank "
-        f"that is slowest, after {plan.warm_up} of warm-up in each mode: eager, then with prefetch, then without it "
-        f"under `torch.autograd.set_multithreading_enabled(False)`; then of a collection with max_ids of {ROOM} × the "
-        f"fullest batch as CUDA graphs, without and with prefetch. The parts of a step: all-to-alls in equal parts, of "
-        f"as many bytes as a rank exchanges with others (8 an id; of a table that is dealt out a row for each "
-        f"different id, and a gradient for each occurrence; of one that another rank holds a vector for each bag, both "
-        f"ways); a captured step of one GPU that holds all rows; PCIe's time for the rows that move."
+        f"where nothing else is said, fp32, row-wise Adagrad, unified memory, all rows written before; the batch is "
+        f"a rank's. Sharded: as it is by default, row by row; with small tables whole, those of less than 1 MiB are "
+        f"held by one rank each. The mean of {plan.steps} steps on batches never seen before, on the rank that is "
+        f"slowest, after {plan.warm_up} of warm-up in each mode: eager, then with prefetch, then without it under "
+        f"`torch.autograd.set_multithreading_enabled(False)`; then as CUDA graphs, without and with prefetch. The "
+        f"parts of a step: all-to-alls in equal parts, of as many bytes as a rank exchanges with others (8 an id; of "
+        f"a table that is dealt out a row for each different id, and a gradient for each occurrence; of one that "
+        f"another rank holds a vector for each bag, both ways); a captured step of one GPU that holds all rows; "
+        f"PCIe's time for the rows that move."
     )
 
 

@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.warm_steps import KAGGLE
 from tieredemb.config import Capacity
 from tieredemb.lookup.rounding import Rounding
 
 SEED = 7
 PEER_EARLIER = "measured earlier on an H200, with FBGEMM 1.6.0"
 DRAWN_AT_ONCE = 1 << 22  # doubles and ranks of a chunk: 64 MiB
-# rows of the tables of Criteo's Kaggle log, ids that occur once among them
-KAGGLE = (
-    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,
-    5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

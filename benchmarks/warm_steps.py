@@ -53,6 +53,7 @@ SMALL = Size()
 GPU = Size(rows=200_000, width=64, samples=2048, bag=1, batches=200)
 GPU_TABLES = 26
 W_SMALL = Size(rows=1_000_000, width=128, samples=2048, bag=1, capacity=1.0, batches=50)
+# rows of the tables of Criteo's Kaggle log, ids that occur once among them
 KAGGLE = (
     1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,
     5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
