@@ -39,7 +39,7 @@ class Model(nn.Module):
         torch.manual_seed(shape.seed)
         self.bags = nn.ModuleList(
             nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse, include_last_offset=True)
-            for rows, width in zip(shape.rows, shape.widths, strict=True)
+            for rows, width in zip(shape.sizes, shape.widths, strict=True)
         )
         self.top = nn.Linear(sum(shape.widths), 1)
 

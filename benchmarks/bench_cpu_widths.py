@@ -89,7 +89,7 @@ def _compare(shape: Shape, steps: int, warm_up: int) -> list[Record]:
     config = f"seed {shape.seed}: {shape}, {shape.share:.0%} cached"
     found = [_record("hit rate", SAME, config, same), _record("hit rate", BEST, config, best)]
     bar = replace(_record("hit rate", OURS, config, ours), **at_least(ours, best - SHORT, ""))
-    rows = sum(shape.rows)
+    rows = sum(shape.sizes)
     together = max(1, int(shape.share * rows))
     widest = COUNTS.measure(_workload(range(len(ids)), shape, ids, warm_up), together).hit_rate
     as_many = _hit_rate(_tables(shape, f"{together * max(divided.row_bytes)}B"), shape, ids, warm_up)
@@ -109,7 +109,7 @@ def _unheard(_: int) -> None:
 def _ids(shape: Shape, steps: int) -> Ids:
     random = torch.Generator(CPU).manual_seed(shape.seed)
     found = []
-    for rows, bag in zip(shape.rows, shape.bags, strict=True):
+    for rows, bag in zip(shape.sizes, shape.bags, strict=True):
         of_rank, id_of_rank = cumulative(rows, ALPHA, CPU), torch.randperm(rows, generator=random)
         uniform = torch.rand(steps, shape.batch * bag, dtype=torch.double, generator=random)
         found.append(id_of_rank[torch.searchsorted(of_rank, uniform, right=True)])
@@ -118,7 +118,7 @@ def _ids(shape: Shape, steps: int) -> Ids:
 
 def _workload(numbers: Sequence[int], shape: Shape, ids: Ids, warm_up: int) -> Workload:
     """Of some tables, whose rows are numbered on."""
-    starts = torch.tensor([0, *(shape.rows[number] for number in numbers)]).cumsum(0).tolist()
+    starts = torch.tensor([0, *(shape.sizes[number] for number in numbers)]).cumsum(0).tolist()
     keys = torch.cat([ids[number] + start for number, start in zip(numbers, starts, strict=False)], 1)
     trace = Trace(name="", ids=keys.reshape(-1).numpy(), rows=starts[-1])
     return Workload(trace=trace, batch_size=keys.shape[1], warm_up=warm_up / len(keys))
@@ -128,7 +128,7 @@ def _tables(shape: Shape, capacity: float | str) -> tieredemb.TieredEmbeddingBag
     return tieredemb.TieredEmbeddingBagCollection(
         [
             tieredemb.TableConfig(name=f"t{number}", num_embeddings=rows, embedding_dim=width)
-            for number, (rows, width) in enumerate(zip(shape.rows, shape.widths, strict=True))
+            for number, (rows, width) in enumerate(zip(shape.sizes, shape.widths, strict=True))
         ],
         capacity=capacity,
         optimizer=tieredemb.RowWiseAdagrad(lr=0.05),

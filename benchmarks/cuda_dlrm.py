@@ -179,10 +179,10 @@ class Heard:
         return float(self._loss)
 
 
-def training_batches(plan: Plan) -> list[Batch]:
+def training_batches(plan: Plan, count: int) -> list[Batch]:
     """Batches on the device, drawn before anything is timed; labels are a coin's."""
-    ids, random = batches(plan.work, plan.batches, plan.device), torch.Generator(plan.device).manual_seed(SEED)
-    count, samples = len(ids), plan.work.batch
+    ids, random = batches(plan.work, count, plan.device), torch.Generator(plan.device).manual_seed(SEED)
+    samples = plan.work.batch
     dense = torch.randn((count, samples, INTEGERS), generator=random, device=plan.device)
     labels = torch.randint(2, (count, samples), generator=random, device=plan.device).float()
     offsets = torch.arange(plan.work.lookups + 1, device=plan.device)
@@ -213,7 +213,7 @@ def measure_tiered(plan: Plan, variant: Variant, drawn: Sequence[Batch]) -> Meas
     )
     try:
         with torch.no_grad():
-            for ids, offsets in every_row(work, plan.device):
+            for ids, offsets in every_row(work.sizes, work.lookups, plan.device):
                 module(ids, offsets)
         module.stats()  # waits for it
         size_gib = cold_bytes(work, variant.optimizer) / 2**30
@@ -393,7 +393,7 @@ def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
 def main(args: Sequence[str] | None = None) -> None:
     plan, results = plan_of(args)
     start = perf_counter()
-    drawn = training_batches(plan)
+    drawn = training_batches(plan, plan.batches)
     say(f"{plan.work}: {len(drawn)} batches drawn in {perf_counter() - start:.1f} s")
     found = {}
     for name in plan.variants:

@@ -53,6 +53,16 @@ class Size:
     calls: int
     warm_up: int = WARM_UP
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return (self.rows,) * self.tables
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of each table."""
+        return (self.width,) * self.tables
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -196,7 +206,7 @@ class Served:
         size, start = plan.size, perf_counter()
         self._plan, self._ids = plan, ids
         self.module = tiered_tables(size, SHARE, None, plan.device)
-        self._some = set_weights(self.module, size, plan.device)
+        self._some = set_weights(self.module, size, plan.device)[size.width]
         self._offsets = torch.arange(size.tables * size.batch + 1, device=plan.device)
         for _ in range(ROUNDS):
             for batch in ids.every_hot():

@@ -27,6 +27,7 @@ from benchmarks.cuda_command import barred, keep, make_parser, parse
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH
 from benchmarks.cuda_providers import OURS, Tiered, Upstream
 from benchmarks.cuda_step import as_policy, release, say
+from benchmarks.cuda_tables import tiered_tables
 from benchmarks.cuda_timing import synchronize
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import Record, at_least, at_most, measured
@@ -159,7 +160,7 @@ def measure_shape(plan: Plan, seed: int) -> list[Record]:
     pool = [as_one(batch) for batch in batches_of_shape(shape, plan.shape_pool, device)]
     random = torch.Generator(device).manual_seed(seed)
     gradient = torch.randn(shape.batch, sum(shape.widths), generator=random, device=device).mul_(1e-2)
-    module = cuda_shapes.collection(shape, device)
+    module = tiered_tables(shape, shape.share, cuda_shapes.OPTIMIZER, device)
 
     def step(batch: Any) -> None:
         torch.autograd.backward(module(*batch), gradient)

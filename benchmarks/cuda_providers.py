@@ -69,7 +69,7 @@ class Tiered:
     def fill(self) -> None:
         """Brings every row into the cache."""
         with torch.no_grad():
-            for ids, offsets in every_row(self.work, self.device):
+            for ids, offsets in every_row(self.work.sizes, self.work.lookups, self.device):
                 self.module(ids, offsets)
 
     def step(self, ids: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,13 @@ from tieredemb.cache.stats import CacheStats
 TURNS = 5  # that each way of several takes
 BEFORE, AFTER = 6, 2  # steps that are not timed of each turn with prefetch: nothing is planned for them, or behind them
 Name = TypeVar("Name", bound=Hashable)
+Counters = TypeVar("Counters", bound="Differing")
+
+
+class Differing(Protocol):
+    """Counters, as of a cache: what was done between two snapshots is their difference."""
+
+    def __sub__(self, earlier: Self, /) -> Self: ...
 
 
 def a_batch(count: float, done: CacheStats) -> float:
@@ -43,13 +50,13 @@ def run_fetched(
     step: Callable[[Any], object],
     batches: Sequence[Any],
     model: nn.Module,
-    stats: Callable[[], CacheStats],
+    stats: Callable[[], Counters],
     *,
     warm_up: int,
     depth: int,
     device: torch.device,
     wait: Callable[[], object] = lambda: None,
-) -> tuple[StepTimes, CacheStats]:
+) -> tuple[StepTimes, Counters]:
     """Runs `step` on batches fetched `depth` ahead; times, and what was done, of all but the first `warm_up` and the
     last `depth + 1`: a captured step goes one further. Each timed step has its share of fetching: the loop is in
     progress before, and goes on afterwards. `wait`: for others whose steps these wait for, right before the first that
@@ -70,12 +77,12 @@ def run_fetched(
 def run_fresh(
     step: Callable[[Any], object],
     batches: Sequence[Any],
-    stats: Callable[[], CacheStats],
+    stats: Callable[[], Counters],
     *,
     warm_up: int,
     device: torch.device,
     wait: Callable[[], object] = lambda: None,
-) -> tuple[StepTimes, CacheStats]:
+) -> tuple[StepTimes, Counters]:
     """Runs `step` on batches; times, and what was done, of all but the first `warm_up`. `wait`: as of `run_fetched`."""
     run_steps(step, batches[:warm_up], device)
     before = stats()

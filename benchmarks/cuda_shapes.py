@@ -22,6 +22,7 @@ from benchmarks.cuda_modes import FETCHED_GRAPH, modes_of
 from benchmarks.cuda_providers import LR, OURS, check_room, fbgemm_bags, fbgemm_installed
 from benchmarks.cuda_runs import Way, run_in_turns
 from benchmarks.cuda_step import PEER, STATISTIC, cache_bytes, once, release, say
+from benchmarks.cuda_tables import cold_bytes, tiered_tables
 from benchmarks.cuda_timing import StepTimes, allocated_bytes
 from benchmarks.record import Record, at_most, measured
 from benchmarks.shapes import ALPHA, Jagged, Limits, Shape, as_one, batches, draw
@@ -43,6 +44,7 @@ QUICK = Limits(
 )  # fmt: skip
 SHAPES, STEPS, WARM_UP = 20, 50, 60
 MOST_OF_MEDIAN, MOST_OF_WORST = 0.40, 0.8  # time of a captured step with prefetch by FBGEMM's, over all shapes
+OPTIMIZER = tieredemb.RowWiseAdagrad(lr=LR)
 POOL = 60  # batches of a shape: jagged ones of all steps would take tens of GiB, so they come round again
 
 
@@ -74,7 +76,9 @@ def measure(plan: Plan, shape: Shape) -> list[Record]:
     pool = [as_one(batch) for batch in batches(shape, plan.pool, device)]
     random = torch.Generator(device).manual_seed(shape.seed)
     gradient = torch.randn(shape.batch, sum(shape.widths), generator=random, device=device).mul_(1e-2)
-    module = collection(shape, device)
+    if device.type == "cuda":
+        check_room(2 * cold_bytes(shape, OPTIMIZER))  # of FBGEMM's, too
+    module = tiered_tables(shape, shape.share, OPTIMIZER, device)
 
     def step(batch: Jagged) -> None:
         torch.autograd.backward(module(*batch), gradient)
@@ -83,7 +87,7 @@ def measure(plan: Plan, shape: Shape) -> list[Record]:
     theirs_mib = 0.0
     if device.type == "cuda" and fbgemm_installed():
         before = allocated_bytes(device)
-        bags = fbgemm_bags(list(zip(shape.rows, shape.widths, strict=True)), device, share=shape.share)
+        bags = fbgemm_bags(list(zip(shape.sizes, shape.widths, strict=True)), device, share=shape.share)
         theirs_mib = (allocated_bytes(device) - before) / 2**20
         ways[PEER] = Way(step=lambda batch: bags(*batch).backward(gradient), batches=anew(pool), warm_up=plan.warm_up)
     most = max(len(ids) for ids, _ in pool)
@@ -115,20 +119,6 @@ def records_of_all(found: Sequence[Record], *, quick: bool) -> list[Record]:
         )
         for which, (value, most) in each.items()
     ]
-
-
-def collection(shape: Shape, device: torch.device) -> tieredemb.TieredEmbeddingBagCollection:
-    tables = [
-        tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=width)
-        for t, (rows, width) in enumerate(zip(shape.rows, shape.widths, strict=True))
-    ]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        check_room(2 * sum(rows * (4 * width + 8) for rows, width in zip(shape.rows, shape.widths, strict=True)))
-    return tieredemb.TieredEmbeddingBagCollection(
-        tables, capacity=shape.share, optimizer=tieredemb.RowWiseAdagrad(lr=LR), device=device,
-        storage=tieredemb.UnifiedMemory() if on_gpu else tieredemb.HostMemory(),
-    )  # fmt: skip
 
 
 def anew(pool: Sequence[Jagged]) -> Iterator[Jagged]:

@@ -139,7 +139,7 @@ def measure_tiered(
         step_record(work, step_bar(barred, mode), config + mode, *measured_run) for mode, measured_run in runs.items()
     ]
     if FETCHED_GRAPH in runs and barred.least_pcie_share is not None:
-        floor = floor_ms(work, runs[FETCHED_GRAPH][1], plan.requests_per_ms)
+        floor = floor_ms(work.row_bytes, runs[FETCHED_GRAPH][1], plan.requests_per_ms)
         share = floor / runs[FETCHED_GRAPH][0].mean_ms
         more = at_least(share, barred.least_pcie_share, "")
         note = f"of {plan.requests_per_ms / 1e3:,.0f} M requests/s, the swap alone"
@@ -195,7 +195,7 @@ def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
     """What moved between the tiers, and the share of the time that PCIe alone would have needed for it."""
     if not done.rows_filled and not done.rows_overflow:
         return f"hit rate {done.hit_rate:.1%}"
-    floor = floor_ms(work, done)
+    floor = floor_ms(work.row_bytes, done)
     filled, written = (a_batch(count, done) for count in (done.rows_filled, done.rows_written_back))
     overflow = f", {a_batch(done.rows_overflow, done):,.0f} beyond the cache" if done.rows_overflow else ""
     return (
@@ -204,12 +204,13 @@ def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
     )
 
 
-def floor_ms(work: CudaWorkload, done: CacheStats, requests_per_ms: float = REQUESTS_PER_MS) -> float:
-    """Milliseconds a batch that PCIe alone needs for what moved. A row is requested in pieces of 128 bytes, and one
-    more for state and score; a clean victim gives back its score."""
-    row_requests = -(-work.row_bytes // 128) + 1
+def floor_ms(row_bytes: int, done: CacheStats, requests_per_ms: float = REQUESTS_PER_MS) -> float:
+    """Milliseconds a batch that PCIe alone needs for what moved, of rows of such weights. A row is requested in pieces
+    of 128 bytes, and one more for state and score; a clean victim gives back its score, and a row beyond the cache is
+    read and written where it lies."""
+    row_requests = -(-row_bytes // 128) + 1
     clean = done.evictions - done.rows_written_back
-    requests = row_requests * (done.rows_filled + done.rows_written_back) + clean
+    requests = row_requests * (done.rows_filled + done.rows_written_back + 2 * done.rows_overflow) + clean
     return a_batch(requests, done) / requests_per_ms
 
 

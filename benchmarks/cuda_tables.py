@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,14 +17,20 @@ from tieredemb.storage.base import Storage
 
 
 class Shape(Protocol):
-    """`tables` tables of `rows` × `width`."""
+    """Tables of `sizes` (rows) × `widths`."""
 
     @property
-    def tables(self) -> int: ...
+    def sizes(self) -> Sequence[int]: ...
     @property
-    def rows(self) -> int: ...
-    @property
-    def width(self) -> int: ...
+    def widths(self) -> Sequence[int]: ...
+
+
+def table_configs(shape: Shape, init: Init | None = None) -> list[tieredemb.TableConfig]:
+    """The tables t0, t1, …"""
+    return [
+        tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=width, init=init or tieredemb.Normal())
+        for t, (rows, width) in enumerate(zip(shape.sizes, shape.widths, strict=True))
+    ]
 
 
 def tiered_tables(
@@ -40,30 +47,29 @@ def tiered_tables(
         storage = tieredemb.UnifiedMemory() if device.type == "cuda" else tieredemb.HostMemory()
     if isinstance(storage, tieredemb.UnifiedMemory):
         check_room(cold_bytes(shape, optimizer))
-    tables = [
-        tieredemb.TableConfig(
-            name=f"t{t}", num_embeddings=shape.rows, embedding_dim=shape.width, init=init or tieredemb.Normal()
-        )
-        for t in range(shape.tables)
-    ]
     return tieredemb.TieredEmbeddingBagCollection(
-        tables, capacity=capacity, optimizer=optimizer, storage=storage, device=device
+        table_configs(shape, init), capacity=capacity, optimizer=optimizer, storage=storage, device=device
     )
 
 
 def cold_bytes(shape: Shape, optimizer: OptimizerConfig | None) -> int:
     """Bytes of all rows in cold storage: fp32 weights, words of optimizer state, one of score."""
-    return shape.tables * shape.rows * 4 * (shape.width + state_width(optimizer, shape.width) + 1)
+    each = zip(shape.sizes, shape.widths, strict=True)
+    return sum(rows * 4 * (width + state_width(optimizer, width) + 1) for rows, width in each)
 
 
-def set_weights(module: tieredemb.TieredEmbeddingBagCollection, shape: Shape, device: torch.device) -> torch.Tensor:
-    """Sets all weights, so that a missed row is one that cold storage holds. Returns the values on `device`: row r of
-    every table is row r mod K of it, (K, D). All random would take seconds."""
-    some = torch.randn(1 << 16, shape.width, generator=torch.Generator().manual_seed(SEED))
-    weight = some.repeat(-(-shape.rows // len(some)), 1)[: shape.rows]
-    module.load_state_dict({f"tables.t{t}.weight": weight for t in range(shape.tables)})
+def set_weights(
+    module: tieredemb.TieredEmbeddingBagCollection, shape: Shape, device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Sets all weights, so that a missed row is one that cold storage holds. Returns the values on `device`, by width:
+    row r of every table is row r mod K of them, (K, D). All random would take seconds."""
+    some, weights, each = {}, {}, list(zip(shape.sizes, shape.widths, strict=True))
+    for width in set(shape.widths):
+        some[width] = torch.randn(1 << 16, width, generator=torch.Generator().manual_seed(SEED))
+        weights[width] = some[width].repeat(-(-max(rows for rows, its in each if its == width) // (1 << 16)), 1)
+    module.load_state_dict({f"tables.t{t}.weight": weights[width][:rows] for t, (rows, width) in enumerate(each)})
     synchronize(device)
-    return some.to(device)
+    return {width: values.to(device) for width, values in some.items()}
 
 
 def discard(module: tieredemb.TieredEmbeddingBagCollection) -> None:

@@ -6,22 +6,18 @@ permutation of the table. All batches of a run are drawn on the device before an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks.warm_steps import KAGGLE
 from tieredemb.config import Capacity
 from tieredemb.lookup.rounding import Rounding
 
 SEED = 7
 PEER_EARLIER = "measured earlier on an H200, with FBGEMM 1.6.0"
 DRAWN_AT_ONCE = 1 << 22  # doubles and ranks of a chunk: 64 MiB
-# rows of the tables of Criteo's Kaggle log, ids that occur once among them
-KAGGLE = (
-    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,
-    5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +82,11 @@ class CudaWorkload:
     def sizes(self) -> tuple[int, ...]:
         """Rows of each table."""
         return self.unequal or (self.rows,) * self.tables
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of each table."""
+        return (self.width,) * self.tables
 
     @property
     def lookups(self) -> int:
@@ -220,9 +221,11 @@ def cumulative(rows: int, alpha: float, device: torch.device) -> torch.Tensor:
     return summed
 
 
-def every_row(work: CudaWorkload, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and offsets of batches, none larger than the workload's, that name every row of every table once, of tables
-    of one size."""
-    for start in range(0, work.rows, work.batch):
-        ids = torch.arange(start, min(start + work.batch, work.rows), device=device)
-        yield ids.repeat(work.tables), torch.arange(len(ids) * work.tables + 1, device=device)
+def every_row(sizes: Sequence[int], most_ids: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and offsets of batches, none of more than `most_ids`, that name every row of tables of `sizes` once. A table
+    that has no more rows has empty bags."""
+    rows, together = torch.tensor(sizes, device=device), max(1, most_ids // len(sizes))
+    for start in range(0, max(sizes), together):
+        ids = torch.arange(start, min(start + together, max(sizes)), device=device)
+        is_row = ids < rows[:, None]
+        yield ids.expand(len(sizes), -1)[is_row], torch.cat([rows.new_zeros(1), is_row.view(-1).cumsum(0)])

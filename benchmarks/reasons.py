@@ -71,7 +71,7 @@ REASONS = (
     Reason(
         "two GPUs without a CUDA graph",
         "cuda-sharding",
-        r"sharded",
+        r"^step, .*, sharded$",
         "The hosts agree three times in each step, and the GPUs wait. In a captured step with prefetch they need not.",
     ),
     Reason(

@@ -34,10 +34,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Tables of `rows` × `widths`, with bags of 0 … 2 · `bags` - 1 ids, or of 1; `share` of the rows are cached."""
+    """Tables of `sizes` (rows) × `widths`, with bags of 0 … 2 · `bags` - 1 ids, or of 1; `share` of the rows are
+    cached."""
 
     seed: int
-    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
     widths: tuple[int, ...]
     bags: tuple[int, ...]
     batch: int
@@ -49,10 +50,10 @@ class Shape:
         return self.batch * sum(self.bags)
 
     def __str__(self) -> str:
-        rows = f"{min(self.rows):,}–{max(self.rows):,}"
+        rows = f"{min(self.sizes):,}–{max(self.sizes):,}"
         widths = "/".join(map(str, sorted(set(self.widths))))
         bags = "/".join(map(str, sorted(set(self.bags))))
-        return f"{len(self.rows)} tables of {rows} rows × {widths}, bags of {bags}, batch {self.batch:,}"
+        return f"{len(self.sizes)} tables of {rows} rows × {widths}, bags of {bags}, batch {self.batch:,}"
 
 
 def draw(seed: int, limits: Limits) -> Shape:
@@ -66,14 +67,14 @@ def draw(seed: int, limits: Limits) -> Shape:
         batch //= 2
     while 4 * sum(r * w for r, w in zip(rows, width, strict=True)) > limits.most_bytes:
         rows = [each // 2 + 1 for each in rows]
-    return Shape(seed=seed, rows=tuple(rows), widths=tuple(width), bags=tuple(bags), batch=batch, share=share)
+    return Shape(seed=seed, sizes=tuple(rows), widths=tuple(width), bags=tuple(bags), batch=batch, share=share)
 
 
 def batches(shape: Shape, count: int, device: torch.device) -> list[list[Jagged]]:
     """Of each batch, each table's ids and offsets. The same ids for the same seed and device."""
     random = torch.Generator(device).manual_seed(shape.seed)
     tables = [
-        _of_table(rows, bag, shape.batch, count, random) for rows, bag in zip(shape.rows, shape.bags, strict=True)
+        _of_table(rows, bag, shape.batch, count, random) for rows, bag in zip(shape.sizes, shape.bags, strict=True)
     ]
     return [list(batch) for batch in zip(*tables, strict=True)]
 

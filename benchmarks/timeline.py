@@ -57,7 +57,7 @@ def measure(plan: Plan, trace_path: Path | None = None) -> tuple[StepTimes, list
     try:
         set_weights(module, work, plan.device)
         trainer = Trainer(module, plan)
-        train, drawn = tieredemb.graph_step(trainer.step), iter(training_batches(plan))
+        train, drawn = tieredemb.graph_step(trainer.step), iter(training_batches(plan, plan.batches))
         timed = list(islice(drawn, plan.warm_up + plan.steps + plan.depth))
         times, _ = run_fetched(
             train, timed, trainer.model, module.stats, warm_up=plan.warm_up, depth=plan.depth, device=plan.device

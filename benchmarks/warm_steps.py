@@ -2,7 +2,8 @@
 
 This file uses nothing but torch and the public face of the package, so it runs unchanged on other checkouts. On the CPU
 tables are small and each step has the ids of the one before: nearly all of a step is the host's work, and no row
-arrives or leaves. On a GPU tables, batches and capacity are those of `benchmarks.cuda_host`.
+arrives or leaves. On a GPU tables, batches and capacity are those of `benchmarks.cuda_host`, and of two workloads of
+`benchmarks.cuda_workload`.
 """
 
 from __future__ import annotations
@@ -32,19 +33,32 @@ ALPHA = 1.05  # of the Zipf distribution of ids
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Tables of `rows` × `width`, batches of `samples` bags of `bag` ids a table. `batches`: how many take turns."""
+    """Tables of `rows` × `width`, batches of `samples` bags of `bag` ids a table. `batches`: how many take turns ·
+    `unequal`: the rows of each table, where they differ."""
 
     rows: int = 1000
+    unequal: tuple[int, ...] = ()
     width: int = 8
     samples: int = 20
     bag: int = 2
     capacity: float = 0.1
     batches: int = 1
 
+    def rows_of(self, tables: int) -> tuple[int, ...]:
+        """Of each of `tables` tables."""
+        return self.unequal or (self.rows,) * tables
+
 
 SMALL = Size()
 GPU = Size(rows=200_000, width=64, samples=2048, bag=1, batches=200)
 GPU_TABLES = 26
+W_SMALL = Size(rows=1_000_000, width=128, samples=2048, bag=1, capacity=1.0, batches=50)
+# rows of the tables of Criteo's Kaggle log, ids that occur once among them
+KAGGLE = (
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,
+    5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+)  # fmt: skip
+W_KAGGLE = Size(unequal=KAGGLE, width=32, samples=16_384, bag=1, capacity=0.01, batches=50)
 
 
 class Model(nn.Module):
@@ -66,15 +80,15 @@ class Model(nn.Module):
 def draw_ids(tables: int, size: Size, device: str, seed: int = 0) -> Iterator[torch.Tensor]:
     """Batches without end, each int64 (T, B, bag): the `size.batches` different ones take turns. No two that follow one
     another are the same tensor."""
-    random = torch.Generator().manual_seed(seed)
-    mass = torch.arange(1, size.rows + 1, dtype=torch.float64) ** -ALPHA
-    id_of_rank = torch.stack([torch.randperm(size.rows, generator=random) for _ in range(tables)])
-    drawn = []
-    for _ in range(size.batches):
-        ranks = torch.multinomial(mass, tables * size.samples * size.bag, replacement=True, generator=random)
-        ids = id_of_rank.gather(1, ranks.view(tables, -1)).view(tables, size.samples, size.bag)
-        drawn.append(ids.to(device))
-    return cycle([*drawn, *(ids.clone() for ids in drawn)])
+    random, of_tables = torch.Generator(device).manual_seed(seed), []
+    for rows in size.rows_of(tables):
+        mass = torch.arange(1, rows + 1, dtype=torch.float64, device=device) ** -ALPHA
+        id_of_rank = torch.randperm(rows, generator=random, device=device)
+        drawn = torch.rand(size.batches, size.samples, size.bag, dtype=torch.float64, generator=random, device=device)
+        below = mass.cumsum(0)
+        of_tables.append(id_of_rank[torch.searchsorted(below, drawn * below[-1]).clamp_(max=rows - 1)])
+    ids = list(torch.stack(of_tables, 1))
+    return cycle([*ids, *(each.clone() for each in ids)])
 
 
 def flat(batches: Iterator[torch.Tensor]) -> Iterator[Batch]:
@@ -85,7 +99,8 @@ def flat(batches: Iterator[torch.Tensor]) -> Iterator[Batch]:
 
 def configs(tables: int, size: Size) -> list[tieredemb.TableConfig]:
     return [
-        tieredemb.TableConfig(name=f"t{t}", num_embeddings=size.rows, embedding_dim=size.width) for t in range(tables)
+        tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=size.width)
+        for t, rows in enumerate(size.rows_of(tables))
     ]
 
 
@@ -219,6 +234,8 @@ PATHS: dict[str, dict[str, Path]] = {
         "26 converted, following Adam": Path(converted, ON_GPU | {"follow": adam}),
         "collection of 26, prefetched": Path(collection, ON_GPU | {"prefetch": True}),
         "26 converted, prefetched": Path(converted, ON_GPU | {"prefetch": True}),
+        "W-small": Path(collection, {"tables": GPU_TABLES, "size": W_SMALL}),
+        "W-kaggle": Path(collection, {"tables": GPU_TABLES, "size": W_KAGGLE}),
     },
 }
 

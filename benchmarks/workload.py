@@ -35,6 +35,16 @@ class Size:
     warmup: int = 60
     rounds: int = 40
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return (self.rows,) * self.tables
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of each table."""
+        return (self.width,) * self.tables
+
     def __str__(self) -> str:
         ids = "1 id" if self.bag == 1 else f"{self.bag} ids"
         return f"{self.tables} tables × {self.rows:,} × {self.width}, batch {self.batch:,}, bags of {ids}"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +36,9 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
         )
         for name in TABLES
     ]
-    kind: Callable[..., Collection] = TieredEmbeddingBagCollection
+    kind: type[Collection] = TieredEmbeddingBagCollection
     if processes.size > 1:
-        kind = partial(ShardedTieredEmbeddingBagCollection, max_ids=max_ids(config, processes))
+        kind = ShardedTieredEmbeddingBagCollection
     return kind(
         tables=tables,
         capacity=config.cache.capacity,
@@ -54,18 +51,6 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
         output_dtype=torch.float32,
         device=config.device,
     )
-
-
-def max_ids(config: TrainConfig, processes: Processes) -> int | None:
-    """Of several processes whose steps are captured, a bound of the ids that one asks another for in a batch, one a
-    table and sample: twice the mean and some more, as all samples may ask for one id of a table, and one process may
-    hold it whole. None where there need be none."""
-    if not config.captures or processes.size == 1:
-        return None
-    samples = -(-config.batch_size // processes.size)
-    mean = samples * len(TABLES) / processes.size
-    whole = samples * -(-len(TABLES) // processes.size)
-    return min(samples * len(TABLES), max(whole, math.ceil(2 * mean + 4 * math.sqrt(mean) + 8)))
 
 
 def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from examples.dlrm import checkpoint
 from examples.dlrm.config import CheckpointConfig, TrainConfig
 from examples.dlrm.criteo import Log, LogError
-from examples.dlrm.embeddings import EmbeddingBags, max_ids, reference_optimizer, tiered_tables
+from examples.dlrm.embeddings import EmbeddingBags, reference_optimizer, tiered_tables
 from examples.dlrm.model import DLRM, TABLES, Batch, to_batch
 from examples.dlrm.processes import Processes
 from examples.dlrm.progress import Point, Progress
@@ -135,9 +135,7 @@ class Trainer:
         labels, logits = [], []  # fetched once: a GPU is waited for at the end alone
         self.model.eval()
         with _deterministic(), torch.no_grad():
-            size = self.config.batch_size
-            if max_ids(self.config, self.processes) is None:  # which was made for batches to train
-                size = max(size, 1024)
+            size = max(self.config.batch_size, 1024)
             for batch in self._batches(self.train_rows, len(self.log), size):
                 logits.append(self.model(batch).double())
                 labels.append(batch.labels.double())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 
@@ -17,14 +18,19 @@ from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH
 from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
 from benchmarks.cuda_shapes import LIMITS
-from benchmarks.cuda_tables import set_weights, tiered_tables
+from benchmarks.cuda_sharding import CAPTURED, EXCHANGES, MIXED, PLAIN, RESIDENT, SHARDED, Done, Exchange, Requests
+from benchmarks.cuda_sharding import plan_of as plan_of_sharding
+from benchmarks.cuda_sharding import records_of as records_of_sharding
+from benchmarks.cuda_tables import set_weights, table_configs, tiered_tables
 from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
-from benchmarks.cuda_workload import batches, quick_workloads
+from benchmarks.cuda_workload import batches, every_row, quick_workloads
 from benchmarks.record import Record, load
-from benchmarks.shapes import Limits, as_one, draw
+from benchmarks.shapes import Limits, Shape, as_one, draw
 from benchmarks.shapes import batches as shapes_batches
+from benchmarks.timing import Quantiles
 from tieredemb.cache.stats import CacheStats
+from tieredemb.sharding.layout import Layout
 
 CPU = torch.device("cpu")
 QUICK = ("--quick", "--device", "cpu")
@@ -58,7 +64,10 @@ def run(name, *args):
         ("converted", {"step": 15, "step, prefetch / eager": 2}),
         ("whole", {"step": 12}),
         ("rounding", {"test AUC": 5}),
-        ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
+        (
+            "sharding",
+            {"step": 22, "sharded by default / small tables whole": 2, "misses of a rank / one GPU's": 4},
+        ),
         ("shapes", {"step": 4, "HBM of the cache": 2}),
         (
             "loops",
@@ -100,7 +109,7 @@ def test_area_under_curve_is_that_of_sklearn():
     assert area_under_curve(labels, scores) == pytest.approx(metrics.roc_auc_score(labels, scores), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers", "converted", "rounding"])
+@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers", "converted", "rounding", "sharding"])
 def test_wrong_options_are_refused(name, capsys):
     module = importlib.import_module(f"benchmarks.cuda_{name}")
     with pytest.raises(SystemExit):
@@ -117,10 +126,10 @@ def test_shapes_have_tables_and_batches_as_drawn():
                            most_ids=300, most_bytes=4000))  # fmt: skip
     assert draw(7, LIMITS) == draw(7, LIMITS) != draw(8, LIMITS)
     assert shape.mean_ids <= 300
-    assert 4 * sum(rows * width for rows, width in zip(shape.rows, shape.widths, strict=True)) <= 4000
+    assert 4 * sum(rows * width for rows, width in zip(shape.sizes, shape.widths, strict=True)) <= 4000
     for batch in shapes_batches(shape, 3, CPU):
         assert len(batch) == 5
-        for rows, bag, (ids, offsets) in zip(shape.rows, shape.bags, batch, strict=True):
+        for rows, bag, (ids, offsets) in zip(shape.sizes, shape.bags, batch, strict=True):
             assert 0 <= ids.min() <= ids.max() < rows
             assert offsets.tolist() == sorted(offsets.tolist())
             assert (offsets[0], offsets[-1], len(offsets)) == (0, len(ids), shape.batch + 1)
@@ -296,3 +305,103 @@ def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
     for table, rows in enumerate(work.sizes):
         assert 0 <= ids[:, table].min() <= ids[:, table].max() < rows
     assert ids[:, 0].unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 4), (3, 20, 1, 7)])
+def test_every_row_is_named_once(sizes):
+    seen = [[] for _ in sizes]
+    for ids, offsets in every_row(sizes, 12, CPU):
+        assert len(ids) <= 12
+        assert offsets[-1] == len(ids)
+        starts = offsets[:: (len(offsets) - 1) // len(sizes)].tolist()
+        for rows, start, stop in zip(seen, starts, starts[1:], strict=False):
+            rows += ids[start:stop].tolist()
+    assert seen == [list(range(rows)) for rows in sizes]
+
+
+def test_weights_of_unequal_tables_are_all_set():
+    shape = Shape(seed=0, sizes=(3, 70_000, 20), widths=(8, 4, 8), bags=(1, 1, 1), batch=1, share=0.5)
+    module = tiered_tables(shape, shape.share, te.SGD(lr=0.1), CPU)
+    values = set_weights(module, shape, CPU)
+    weights = module.state_dict()
+    for t, (rows, width) in enumerate(zip(shape.sizes, shape.widths, strict=True)):
+        expected = values[width][torch.arange(rows) % len(values[width])]
+        assert torch.equal(weights[f"tables.t{t}.weight"], expected)
+    module.close()
+
+
+# --- tables of several ranks ------------------------------------------------------------------------------------------
+
+RANKS = 3
+SHARDING = {
+    "t0": te.TableWise(rank=2), "t1": te.RowWise(), "t2": te.RowWise(), "t3": te.TableWise(rank=0), "t4": te.RowWise(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_requests_are_what_a_rank_exchanges_with_others(rank):
+    limits = Limits(tables=(5,), widths=((4, 8),), largest=1.5, bags=(1, 4), batches=(16,), shares=(1.0,),
+                    most_ids=1000, most_bytes=10_000)  # fmt: skip
+    shape = draw(2, limits)
+    assert set(shape.widths) == {4, 8}
+    assert set(shape.bags) == {1, 4}
+    layout = Layout(table_configs(shape), RANKS, SHARDING)
+    (batch,) = shapes_batches(shape, 1, CPU)
+    sent, rows = Counter(), set()
+    for t, (ids, _) in enumerate(batch):
+        kind, width = SHARDING[f"t{t}"], 4 * shape.widths[t]
+        is_dealt = isinstance(kind, te.RowWise)
+        for row in ids.tolist():
+            owner = (row + t) % RANKS if is_dealt else kind.rank
+            if owner != rank:
+                sent["ids"] += 8
+                if is_dealt:
+                    sent["gradients"] += width
+                    sent["rows"] += width * ((t, row) not in rows)
+                    rows.add((t, row))
+        if not is_dealt and kind.rank != rank:  # pooled bags
+            sent += {"rows": width * shape.batch, "gradients": width * shape.batch}
+    requests = Requests(layout, shape, as_one(batch))
+    assert requests.bytes_with_others(rank) == sent
+
+
+def test_a_captured_step_has_bars_by_one_gpu_by_its_parts_and_by_tables_held_whole():
+    """All on a rank of two that takes longer in everything; the bars are those of W-kaggle."""
+    plan, _ = plan_of_sharding([*QUICK, "--workloads", "W-kaggle"])
+    plan = replace(plan, quick=False, works=(replace(plan.works[0], modes=("", *CAPTURED)),))
+
+    def done(ms):
+        return Done(StepTimes(mean_ms=ms, host_ms=ms, step_ms=torch.full((4,), ms).numpy()), 0.5, 10.0)
+
+    def told(scale):
+        ms = {PLAIN: 1.0, SHARDED: 2.0, MIXED: 1.6}
+        steps = {("W-kaggle", way, mode): done(scale * ms[way]) for way in ms for mode in ("", *CAPTURED)}
+        exchange = Exchange(Quantiles(scale * 0.1, 0.0, 0.0, 1), 3.0)
+        steps["W-kaggle", RESIDENT] = Quantiles(scale * 0.3, 0.0, 0.0, 1)
+        steps["W-kaggle", EXCHANGES] = dict.fromkeys(("ids", "rows", "gradients"), exchange)
+        return steps
+
+    records = records_of_sharding(plan, plan.works[0], [told(1.0), told(2.0)])
+    found = {(record.op, record.config): (record.ratio or record.median, record.bar, record.met) for record in records}
+    mode = ", CUDA graph, prefetch"
+    assert found["step", "W-kaggle, sharded"] == (2.0, "≤ 5×", True)
+    assert found["step", f"W-kaggle, sharded{mode}"] == (2.0, "≤ 2×", True)
+    assert found["step", f"W-kaggle, sharded, small tables whole{mode}"] == (1.6, "", None)
+    assert found["sharded by default / small tables whole", f"W-kaggle{mode}"] == (1.25, "≤ 1.05×", False)
+    parts = 0.5 + 2 * (3 * 0.1 + 0.3)
+    assert found["captured step / the sum of its parts", f"W-kaggle{mode}"] == (
+        pytest.approx(4.0 / parts, rel=1e-4), "≤ 1.25×", False,
+    )  # fmt: skip
+    assert sum(op == "alone" for op, _ in found) == 4
+    of_more = records_of_sharding(replace(plan, ranks=4), plan.works[0], [told(1.0)])
+    assert not any(record.bar for record in of_more)
+
+
+def test_parts_of_the_sharded_benchmark_are_run_alone():
+    plan, results = plan_of_sharding([*QUICK, "--workloads", "shapes", "--shapes", "1", "--modes", "prefetch"])
+    assert ([work.modes for work in plan.works], results) == ([(", prefetch",)], None)
+    plan, _ = plan_of_sharding([*QUICK, "--workloads", "DLRM", "W-kaggle"])
+    assert [(work.name, work.ways) for work in plan.works] == [
+        ("DLRM", (PLAIN, SHARDED)),
+        ("W-kaggle", (PLAIN, SHARDED, MIXED)),
+    ]

@@ -11,7 +11,6 @@ from sharding.ranks import tables_of
 from training import random_batch
 
 import tieredemb as te
-from tieredemb.errors import UnsupportedError
 from tieredemb.pipeline.autotuner import SharedAutotuner
 from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -149,7 +148,5 @@ def test_cuda_one_rank_with_itself_follows_weighs_saves_and_refuses_captures(wit
     for name, weight in expected.items():
         assert torch.equal(plain.state_dict()[name], weight)
         assert torch.equal(sharded.state_dict()[name], weight)
-    with pytest.raises(UnsupportedError, match=r"of several ranks is a CUDA graph where .* pass max_ids="):
-        te.graph_step(lambda ids: sharded(ids, offsets))(ids)
     plain.close()
     sharded.close()

@@ -24,8 +24,6 @@ from sharding.worlds import World, on_cpu
 from examples.dlrm import trainer as training
 from examples.dlrm.__main__ import main
 from examples.dlrm.config import CheckpointConfig, ModelConfig, TrainConfig
-from examples.dlrm.embeddings import max_ids
-from examples.dlrm.model import TABLES, to_batch
 from examples.dlrm.processes import Processes
 from examples.dlrm.synthetic import GeneratedLog
 from examples.dlrm.trainer import Trainer
@@ -187,23 +185,6 @@ def test_torchrun_gives_each_process_a_gpu():
     assert done.returncode == 0, done.stderr
     assert re.search("on NVIDIA .* in 2 processes, .* a CUDA graph a step", done.stdout)
     assert done.stdout.count("\ntest AUC") == 1
-    assert "max_ids" not in done.stderr
-
-
-@pytest.mark.parametrize("size", [2, 3, 8, 32])
-@pytest.mark.parametrize("batch_size", [128, 1024])
-def test_captured_steps_of_several_processes_have_room_for_their_ids(size, batch_size):
-    config = replace(SMALL, batch_size=batch_size, device="cuda", graph=True)
-    room, most = max_ids(config, Processes(0, size)), 0
-    for rows in GeneratedLog(rows=3 * batch_size).batches(0, 3 * batch_size, batch_size):
-        for rank in range(size):
-            mine = Processes(rank, size).part(rows)
-            ids = to_batch(mine, config.model.rows_per_table, "cpu").ids.view(len(TABLES), -1)
-            owners = (ids + torch.arange(len(TABLES))[:, None]) % size
-            most = max(most, int(owners.flatten().bincount(minlength=size).max()))
-    assert most <= room <= len(TABLES) * -(-batch_size // size)
-    assert max_ids(config, Processes()) is None
-    assert max_ids(replace(config, graph=False), Processes(0, size)) is None
 
 
 def trains_the_reference(rank, size):

@@ -48,7 +48,7 @@ def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, ke
     """Trains by captured steps on `distinct` batches, which recur; outputs here, the tables on rank 0, and how many
     steps were replays."""
     model = ShardedTieredEmbeddingBagCollection(
-        tables, sharding=sharding_of(sharding, tables), average=False, max_ids=LONGEST, **keywords
+        tables, sharding=sharding_of(sharding, tables), average=False, **{"max_ids": LONGEST} | keywords
     )
 
     def step(batch):
@@ -103,6 +103,12 @@ def test_gpus_replay_the_bits_of_one_process(world, sharding, capacity, optimize
 @pytest.mark.parametrize("shape", ["ones", "equal", "some equal", "mostly empty"])
 def test_gpus_replay_bags_of_any_length(world, shape, ahead):
     compare(world, shape=shape, ahead=ahead, steps=20)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("sharding", ["rows", "every other"])
+def test_gpus_learn_how_many_ids_their_steps_request(world, sharding, ahead):
+    compare(world, sharding=sharding, ahead=ahead, steps=30, max_ids=None)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])

@@ -52,12 +52,23 @@ class Step:
         self.batch = self.fails = None
         self.is_fresh = True
         self.modules, self.caches, self.locks = [model], [self], Locks(())
-        self.on_buffers = contextlib.nullcontext
+        self.engines = [shard.engine for shard in model._ranks._context.shards]
         self.lookups = lambda batch: [LookupSpec(self.model, batch[:2])]
+
+    @contextlib.contextmanager
+    def on_buffers(self):
+        for engine in self.engines:
+            engine.ids_may_exceed_bags.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                engine.ids_may_exceed_bags.clear()
 
     def function(self):
         ids, offsets, _, upstream = self.batch
-        self.model(ids, offsets).backward(upstream)
+        with self.on_buffers():
+            self.model(ids, offsets).backward(upstream)
 
     def another(self):
         return self
@@ -96,12 +107,12 @@ class Step:
         return run()
 
 
-def runs(rank, size, events):
+def runs(rank, size, events, max_ids=40):
     """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
     gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
     sharding = sharding_of("both", TABLES)
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=40
+        TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=max_ids
     )
     step, patches = Step(model), pytest.MonkeyPatch()
     patches.setattr(ring, "on_device", lambda device: contextlib.nullcontext())
@@ -120,6 +131,9 @@ def runs(rank, size, events):
                 if event == "long":
                     ids = torch.zeros(7 * 4 * 6, dtype=torch.int64)
                     batch = ids, torch.arange(7 * 4 + 1) * 6, None, batch[3]
+                if event == "of one owner":
+                    offsets = (torch.arange(7 * 4 + 1) * 28).clamp(max=7 * 28)
+                    batch = torch.zeros(7 * 28, dtype=torch.int64), offsets, None, batch[3]
                 if event == "too long":
                     batch = torch.zeros(300, dtype=torch.int64), *batch[1:]
                 if event == "pageable":
@@ -268,6 +282,16 @@ def test_ranks_do_the_same_whatever_one_of_them_meets(worlds, rank, event, numbe
         met = [(step, each) for step, each in enumerate(errors) if each is not None]
         assert [(step, kind) for step, (kind, _) in met] == ([] if error is None else [(number, error)])
         assert all(text.startswith(f"rank {rank}: ") for _, (_, text) in met)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_max_ids_a_batch_of_more_ids_than_before_makes_all_ranks_capture_anew(worlds, rank):
+    expected = list(USUAL)
+    expected[5:7] = ("eager",), ("capture", "replay")
+    events = {(5, rank): "of one owner", (9, (rank + 1) % 3): "of one owner"}  # the second of which fits
+    for did, errors in worlds(3).run(runs, events, None):
+        assert errors == [None] * STEPS
+        assert did == expected
 
 
 @pytest.mark.parametrize("rank", [0, 2])

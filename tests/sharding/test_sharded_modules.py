@@ -274,7 +274,8 @@ def test_rows_are_dealt_out_evenly_and_tables_by_their_lookups():
         te.TableConfig(name=f"t{t}", num_embeddings=n, embedding_dim=64, feature_names=features)
         for t, (n, features) in enumerate([(100_000, ()), (7, ("a", "b", "c")), (9, ()), (11, ()), (1_000_000, ())])
     ]
-    layout = Layout(tables, 2)
+    whole = {name: te.TableWise() for name in ("t1", "t2", "t3")}
+    layout = Layout(tables, 2, whole)
     assert layout.owner.tolist() == [-1, 0, 1, 1, -1]
     for t, table in enumerate(tables):
         ids = torch.arange(min(1000, table.num_embeddings)).numpy()
@@ -294,6 +295,32 @@ def describes(rank, size):
     told_of = model.describe()
     model.close()
     return told_of, [" ".join(line.split()) for line in printed.getvalue().splitlines()]
+
+
+def describes_what_nobody_has_chosen(rank, size):
+    tables = [te.TableConfig(name=name, num_embeddings=rows, embedding_dim=4) for name, rows in (("a", 1), ("b", 90))]
+    of_each, of_some = (
+        te.ShardedTieredEmbeddingBagCollection(tables, sharding=given, capacity=0.5, optimizer=te.Adagrad(lr=0.1))
+        for given in (None, {"b": te.RowWise()})
+    )
+    told_of = of_each.describe(), of_some.describe()
+    rows = [[part.own_rows for part in map(of_each.layout.part, (0, 1), (rank, rank))] for rank in range(size)]
+    ids = torch.tensor([0, 0, 0, 89, rank, 5])
+    for _ in range(3):
+        of_each(ids, torch.arange(7)).sum().backward()
+    weights = {name: weight.clone() for name, weight in of_each.state_dict().items()}
+    for each in (of_each, of_some):
+        each.close()
+    return told_of, rows, weights
+
+
+def test_rows_of_small_tables_are_dealt_out_unless_one_says_otherwise(worlds):
+    (by_default, by_name), rows, weights = worlds(3).run(describes_what_nobody_has_chosen)[0]
+    why = "dealt out to 3 ranks, the default: it sends least where bags have one id"
+    assert by_default == [f"a: 1 × 4, {why}", f"b: 90 × 4, {why}"]
+    assert by_name == [f"a: 1 × 4, {why}", "b: 90 × 4, dealt out to 3 ranks"]
+    assert rows == [[1, 30], [0, 30], [0, 30]]  # a rank may have no row of a table
+    assert weights["tables.a.weight"].shape == (1, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2])

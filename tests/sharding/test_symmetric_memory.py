@@ -14,6 +14,7 @@ import torch.distributed._symmetric_memory
 from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
+from tieredemb.sharding.header import Bound
 from tieredemb.sharding.symmetric import Room, SymmetricMemory
 
 HERE = [Place("host", "gpu0", ""), Place("host", "gpu1", "")]
@@ -208,7 +209,8 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
     memory, _ = memory_of(HERE)
     context = memory._context
     context.exchange.failures = 0
-    context.max_ids, context.row_bound, context.shards = 50, row_bound, shards
+    context.row_bound, context.shards = row_bound, shards
+    context.bounds = lambda rows: (Bound(50, rows),) * 3
     captures, met = Captures(context, None, None), []
     monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))

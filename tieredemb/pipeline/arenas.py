@@ -70,7 +70,7 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 class StepGraph(Generic[R]):
     """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `effects`: on
     the books of each cache · `states`: of the plans that it uses · `memories`: where those and the ones that it makes
-    are, by arenas · `launched`: these, as they were captured."""
+    are, by arenas · `launched`: these, as they were captured · `form`: of what ranks exchange in it (`Agreement`)."""
 
     graph: torch.cuda.CUDAGraph
     result: R
@@ -78,6 +78,7 @@ class StepGraph(Generic[R]):
     states: list[PlanState]
     memories: list[list[Any]]
     launched: tuple[list[PlannedCall], list[PlannedGroup]]
+    form: object
 
     def fits(self, arenas: Sequence[Arena[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it

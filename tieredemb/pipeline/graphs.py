@@ -239,10 +239,10 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
     must not wait for theirs.
 
-    A step of several ranks is a graph where the `ShardedTieredEmbeddingBagCollection` has `max_ids`: every call is a
-    collective, in which all replay it or all run the function, on a batch of more ids than fit, say. Ids are looked at
-    before: a wrong one is refused on all ranks at its own call. With `DistributedDataParallel` the first twelve calls
-    are the function, as torch asks for.
+    A step of several ranks, with a `ShardedTieredEmbeddingBagCollection`, is a graph where GPUs exchange by NCCL: every
+    call is a collective, in which all replay it or all run the function, on a batch of more ids than fit, say, after
+    which all capture a larger one. Ids are looked at before: a wrong one is refused on all ranks at its own call. With
+    `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU

@@ -11,9 +11,9 @@ Where the cache has room for the rows of three batches, a plan gives away slots 
 what is missed, and slots are given away when the rows come, at the beginning of the next replay: the batch that was
 computed by then locks nothing any more, and no hit is lost for going ahead.
 
-So the way to cold storage rests between two replays alone, and where slots are given away late. Slots are given away
-side by side for several widths, but rows come group by group: one swap alone saturates PCIe with few multiprocessors,
-and five at once left none to what computes.
+So the way to cold storage rests between two replays alone, and where slots are given away late. Few multiprocessors
+saturate that way. Several widths share these, and their rows come side by side: one that came behind another would
+find all multiprocessors busy with what computes.
 
 A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
 Rows that are left for later stay on the books until the replay that fills them was launched. To fill them again
@@ -34,13 +34,15 @@ exchange, goes on beside the publishing of the last plan, which the plan alone w
 step, forwards of tables of this rank alone may be over on the books by then, while their update is yet to run: the
 plan comes behind it (`StreamOrder.whole`).
 
-Rows come back once for each different row, in blocks of as many as the ranks have seen, with some room; a batch with
-more runs eagerly, and all capture anew. Gradients come where the rows of the output lie, so that no owner puts them
-into the order of the ids: an update finds them by number.
+Ids go in blocks of `max_ids`, or of as many as such steps have requested so far, with some room. Rows come back once
+for each different row, in blocks of as many as the ranks have seen. A batch with more runs eagerly, and all capture
+anew. Gradients come where the rows of the output lie, so that no owner puts them into the order of the ids: an update
+finds them by number.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -152,6 +154,8 @@ class Ring(Generic[R]):
         their buffers then, as far as they fit. Raises what is wrong with the one that is to be computed."""
         step, agreement, computing = self._step, self._agreement, self._arenas[0]
         has, known, is_fresh = 0, list[PlannedCall](), True
+        if computing.graph is not None and computing.graph.form != self._form:
+            computing.graph = None
         if self.reach:
             has, known, is_fresh = self._load_ahead(batch, following)
         else:
@@ -179,6 +183,10 @@ class Ring(Generic[R]):
                 could *= self._fits(agreement, batch)
         self._could = bool(could)
         return has | could, known
+
+    @property
+    def _form(self) -> object:
+        return None if self._agreement is None else self._agreement.form
 
     def _why_eager(self, way: int) -> str:
         """Why a step is neither replayed nor captured."""
@@ -389,8 +397,7 @@ class Ring(Generic[R]):
         self._publishing.wait_stream(torch.cuda.current_stream())
         with on_stream(self._publishing):
             side_by_side(device, [cache.publish_last for cache in caches], "publishing")
-        for cache in caches:  # each takes all that the way to cold storage has, and leaves the rest to what computes
-            cache.complete_last()
+        side_by_side(device, [functools.partial(cache.complete_last, len(caches)) for cache in caches], "moving")
         return caches
 
     def _capture(self, arenas: Sequence[Arena[R]], known: list[PlannedCall], named: Lookups | None) -> R:
@@ -442,6 +449,7 @@ class Ring(Generic[R]):
                 states=states_of(known),
                 memories=[arena.memories for arena in arenas],
                 launched=planning.launched,
+                form=self._form,
             )
         self._leave()
         return result

@@ -108,8 +108,8 @@ class CountingFinder(Protocol):
         """The bags of each part of a batch, and what it requests. Raises `InvalidInputError` and `IdOutOfRangeError`.
         Waits for the current stream, by `wait` before it reads what a GPU has found."""
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
-        """The most ids that a rank is asked for in one part. Raises and waits as the call."""
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+        """How many ids a batch requests in each part; no rows are counted. Raises and waits as the call."""
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """The bags of a batch, and words, int64 on its device, that tell `most` of it. `finds_firsts`: whether ids that

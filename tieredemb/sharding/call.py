@@ -168,8 +168,7 @@ class ShardedCall:
     def _note_asked(self, most: Sequence[Most]) -> None:
         """Notes how much it asks for, and warns where that is more than `max_ids`."""
         self._asks_for = most
-        if self.context.max_ids is not None:
-            self.fits(most)
+        self.context.warn_if_longer(most)
 
     def _looked_at(self) -> Sequence[Bags]:
         """The bags as they are found, before anything is sent. As `_look`."""
@@ -190,17 +189,15 @@ class ShardedCall:
         self._bags = self._found()
         self._recorded.pad()
 
-    def fits(self, most: Sequence[Most]) -> bool:
-        """Whether an exchange of `max_ids` takes what a batch asks for."""
-        return self.context.fits(max(each.ids for each in most))
+    @property
+    def _is_captured(self) -> bool:
+        """Whether it is of a step that is captured, or is to be: of all ranks alike."""
+        return self.row_bound is not None or self._words is not None or self.context.on_buffers
 
     @property
     def _learns(self) -> bool:
-        """Whether sizes of exchanges are learned from what is asked for. All ranks do alike, and in a step that is
-        captured, or is to be, none does."""
-        context = self.context
-        is_captured = self.row_bound is not None or self._words is not None or context.on_buffers
-        return context.recorded is not None and not is_captured
+        """Whether sizes of exchanges are learned from what is asked for where the ranks have as many samples."""
+        return self.context.recorded is not None and not self._is_captured
 
     def _ask(self, *, ahead: bool, flag: int) -> list[Request]:
         """What is asked of each shard here."""
@@ -238,8 +235,11 @@ class ShardedCall:
     def _agreed_bounds(self, header: Header) -> Bounds | None:
         """Of the exchange: those that were used before, if they take all that any rank asks for, else of as much as
         that. None where that is not known yet."""
-        context, most = self.context, header.most
-        bounds = None if context.max_ids is None else (Bound(context.max_ids, self.row_bound),) * len(most)
+        context, most, bounds = self.context, header.most, None
+        if self._is_captured:
+            context.know_ids(most)
+        if self._is_captured or context.max_ids is not None:
+            bounds = context.bounds(self.row_bound)
         if context.recorded is not None and self._learns:
             bounds = context.recorded.agreed(self.batch, header.samples, most)
             if not self._is_later:

@@ -1,8 +1,10 @@
 """Steps of several ranks as CUDA graphs: what is found out before each of them, so that nothing inside has to wait.
 
-A graph exchanges what fits `max_ids`, and can refuse nothing: when a host hears of it, the dense layers have taken
+A graph exchanges blocks of one size, and can refuse nothing: when a host hears of it, the dense layers have taken
 their step. So the ids of a batch are looked at before the replay, on a stream beside the one that computes: a wrong id
-is told of on all ranks, and a batch that is longer runs eagerly on all of them.
+is told of on all ranks, and a batch that does not fit runs eagerly on all of them. The size is `max_ids`, or somewhat
+more than such steps have requested so far: an eager one that requests more tells all ranks of it, which then capture
+anew.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.header import Phase
+from tieredemb.sharding.header import Most, Phase, take
 from tieredemb.sharding.lasting_call import LastingCall
 from tieredemb.sharding.symmetric import PartRooms, Room, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
@@ -39,14 +41,7 @@ class Captures(Agreement):
         self._rooms: Iterator[list[PartRooms | None]] = iter(())  # of the forwards in that step
 
     def check(self) -> None:
-        exchange = self._context.exchange
-        if self._context.max_ids is None:
-            raise UnsupportedError(
-                "a step of several ranks is a CUDA graph where its exchanges have one size: pass max_ids= to the "
-                "ShardedTieredEmbeddingBagCollection, the most ids that a rank asks another for in tables of one "
-                "width, or call the function itself"
-            )
-        if not exchange.has_nccl:
+        if not self._context.exchange.has_nccl:
             raise UnsupportedError(
                 "a step of several ranks is a CUDA graph where GPUs send each other rows by NCCL, and in this process "
                 "group hosts do: make it by init_process_group('cpu:gloo,cuda:nccl'), or call the function itself"
@@ -66,10 +61,19 @@ class Captures(Agreement):
     def wait_for_stream(self) -> None:
         self._context.wait_for_stream()
 
-    def takes(self, given: Sequence[Given]) -> bool:
-        return self._context.fits(max(map(self._count, given), default=0))
+    @property
+    def form(self) -> object:
+        return self._context.id_bounds
 
-    def _count(self, given: Given) -> int:
+    def takes(self, given: Sequence[Given]) -> bool:
+        context, fits = self._context, True
+        for each in given:
+            most, bounds = self._count(each), context.bounds(None)
+            fits &= bounds is not None and take(bounds, most)
+            context.warn_if_longer(most)
+        return fits
+
+    def _count(self, given: Given) -> list[Most]:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
@@ -79,11 +83,18 @@ class Captures(Agreement):
         return self._finder.room()
 
     def took(self, calls: Sequence[object]) -> bool:
-        of_ranks = [call for call in calls if isinstance(call, LastingCall)]
-        return all(call.told is None or call.fits(self._finder.most(call.told)) for call in of_ranks)
+        context, fits = self._context, True
+        for call in calls:
+            if isinstance(call, LastingCall) and call.told is not None:
+                most = self._finder.most(call.told)
+                context.most_rows = max(context.most_rows, *(each.rows for each in most))
+                fits &= call.form is not None and take(call.form, most)
+                context.warn_if_longer(most)
+        return fits
 
     def are_as_now(self, calls: Sequence[object]) -> bool:
-        return all(call.row_bound == self._context.row_bound for call in calls if isinstance(call, LastingCall))
+        form = self._context.bounds(self._context.row_bound)
+        return all(call.form == form for call in calls if isinstance(call, LastingCall))
 
     def begin_step(self) -> int:
         self._steps += 1
@@ -119,15 +130,15 @@ class Captures(Agreement):
         """Where ranks can write into each other's memory, room for rows and gradients of so many forwards, of each part
         that is dealt out."""
         context, parts = self._context, [(part, shard) for shard in self._context.shards for part in shard.parts]
-        if context.max_ids is None:
+        bounds, rooms = context.bounds(context.row_bound if ahead else None), list[Room]()
+        if bounds is None:
             return iter(())
-        rooms, rows = list[Room](), (context.row_bound if ahead else None) or context.max_ids
         for call in range(calls):
-            for number, (part, shard) in enumerate(parts):
+            for number, ((part, shard), bound) in enumerate(zip(parts, bounds, strict=True)):
                 if not part.is_whole:
                     width, dtype = part.space.width, shard.engine.tables.config.output_dtype
-                    rooms.append(Room(call, number, rows, width, dtype, False))
-                    rooms.append(Room(call, number, context.max_ids, width, torch.float32, True))
+                    rooms.append(Room(call, number, bound.rows or bound.ids, width, dtype, False))
+                    rooms.append(Room(call, number, bound.ids, width, torch.float32, True))
         made = self.symmetric.make(rooms)
         if made is None:
             return iter(())

@@ -73,17 +73,17 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     Rows are bit for bit those of one process that trains the batches of all ranks as one, rank by rank, given equal
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
-    `DeviceMesh` · `sharding`: by the names of tables `RowWise()` or `TableWise()`, or one for all; by default tables of
-    less than 1 MiB are held whole. Of these pooled bags travel, of others a row for each different id of a rank's
-    batch, and back a gradient for each occurrence · `capacity`: of each rank · `average`: whether gradients of the
+    `DeviceMesh` · `sharding`: by the names of tables `RowWise()`, the default, or `TableWise()`, or one for all. Of
+    the former a row travels for each different id of a rank's batch, and back a gradient for each occurrence, of the
+    latter pooled bags and their gradients · `capacity`: of each rank · `average`: whether gradients of the
     tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `max_ids`:
     how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
-    held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); for a
-    batch of more the ranks agree on a larger one, to the same bits, and a warning says how many ids there are. None:
-    the ranks agree on one for each batch, and on GPUs for each number of samples · `device`: of this rank;
-    "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
-    a rank waits for another, already while it constructs the collection, and before that for its own GPU; by default as
-    long as torch does.
+    held whole apart. Exchanges are padded to it; for a batch of more the ranks agree on a larger size, to the same
+    bits, and a warning says how many ids there are. None: the ranks agree on a size for each batch, on GPUs for each
+    number of samples, and for captured steps (`graph_step`) on that of their largest batch so far · `device`: of this
+    rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`:
+    how long a rank waits for another, already while it constructs the collection, and before that for its own GPU; by
+    default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
@@ -389,12 +389,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self._ranks.close()
 
     def describe(self) -> list[str]:
-        """Who holds what: a line a table."""
+        """Who holds what, and why where nobody has said so: a line a table."""
         lines = []
         for t, table in enumerate(self.table_configs):
             owner = int(self.layout.owner[t])
             is_dealt_out = owner < 0 and self.layout.size > 1
             held = f"dealt out to {self.layout.size} ranks" if is_dealt_out else f"whole on rank {max(owner, 0)}"
+            if is_dealt_out and self.layout.is_default[t]:
+                held += ", the default: it sends least where bags have one id"
             lines.append(f"{table.name}: {table.num_embeddings} × {table.embedding_dim}, {held}")
         return lines
 

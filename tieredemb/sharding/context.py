@@ -19,7 +19,7 @@ from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.sharding.bags import Bags, Finder
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.header import NO_COURSE, Bounds, Counts, Course, Header, Most, Phase
+from tieredemb.sharding.header import NO_COURSE, Bound, Bounds, Counts, Course, Header, Most, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
@@ -48,7 +48,8 @@ ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their ro
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if the user has named it · `captures`: what lets a step be captured · `recorded`: what eager forwards
+    padded to, if the user has named it; else those of captured steps are padded to what they have requested so far, as
+    all ranks know · `captures`: what lets a step be captured · `recorded`: what eager forwards
     record on a GPU · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked
     another for in one part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once
     the ranks have told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`:
@@ -72,6 +73,7 @@ class ShardedContext:
     row_bound: int | None = None
     offers_ahead: bool = True
     plans_ahead: bool = True
+    _learned: tuple[int, ...] | None = None
     _told_longer: bool = False
 
     @property
@@ -89,24 +91,46 @@ class ShardedContext:
         for shard in self.shards:
             shard.context.check_trainable().check_options_now()
 
-    def fits(self, most: int) -> bool:
-        """Whether a batch of this rank, which asks another for `most` ids in a part, fits an exchange of one size."""
-        if self.max_ids is None or most <= self.max_ids:
-            return self.max_ids is not None
-        if not self._told_longer:
-            self._told_longer = True
-            warnings.warn(
-                f"rank {self.exchange.rank} asks another rank for {most} ids of tables of one width, more than "
-                f"max_ids={self.max_ids}: such a step is exchanged in larger blocks, and runs eagerly, on all ranks; "
-                f"pass max_ids={most} or more to have it captured",
-                stacklevel=2,
-            )
-        return False
+    @property
+    def id_bounds(self) -> tuple[int, ...] | None:
+        """Of each part, how many ids a captured step requests of another rank at most. All ranks know the same; None
+        where there was no such step yet."""
+        return self._learned if self.max_ids is None else (self.max_ids,) * len(self.no_counts.most)
+
+    def bounds(self, row_bound: int | None) -> Bounds | None:
+        """Of the exchanges of captured steps, as of now, in which `row_bound` rows come back."""
+        if self.id_bounds is None:
+            return None
+        return tuple(Bound(ids, None if row_bound is None else min(ids, row_bound)) for ids in self.id_bounds)
+
+    def warn_if_longer(self, most: Sequence[Most]) -> None:
+        """Says once that a batch of this rank, which requests so much, is of more than `max_ids`."""
+        ids = max(each.ids for each in most)
+        if self.max_ids is None or ids <= self.max_ids or self._told_longer:
+            return
+        self._told_longer = True
+        warnings.warn(
+            f"rank {self.exchange.rank} asks another rank for {ids} ids of tables of one width, more than "
+            f"max_ids={self.max_ids}: such a step is exchanged in larger blocks, and runs eagerly, on all ranks; "
+            f"pass max_ids={ids} or more to have it captured",
+            stacklevel=2,
+        )
+
+    def know_ids(self, most: Sequence[Most]) -> None:
+        """All ranks know now that none requests more than `most` of another in a batch of a step that is captured, or
+        is to be."""
+        if self.max_ids is not None:
+            return
+        known, largest = self._learned or (0,) * len(most), MOST_ENTRIES // self.exchange.size
+        self._learned = tuple(
+            bound if each.ids <= bound else min(with_room(each.ids), largest)
+            for bound, each in zip(known, most, strict=True)
+        )
 
     def know_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""
-        if self.max_ids is not None and most > (self.row_bound or 0):
-            self.row_bound = min(self.max_ids, with_room(most))
+        if self.id_bounds is not None and most > (self.row_bound or 0):
+            self.row_bound = min(max(self.id_bounds), with_room(most))
 
     @property
     def on_buffers(self) -> bool:

@@ -420,7 +420,7 @@ class GpuFinder:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a lookup of several ranks waits for the GPU, to learn how many ids one is asked for at most, which a "
-                "CUDA graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
+                "CUDA graph cannot hold: let tieredemb.graph_step capture the step"
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()
@@ -445,10 +445,10 @@ class GpuFinder:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
         _, words = self._launch(batch, GpuPart.count)
         wait()
-        return max(most.ids for most in self.most(words[words_of("Fault") :].cpu()))
+        return self.most(words[words_of("Fault") :].cpu())
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""

@@ -48,8 +48,8 @@ class HostFinder:
         ]
         return found, most_in([bags.counts for bags in found])
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
-        return max(most.ids for most in self(batch)[1])
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+        return self(batch)[1]
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """What is wrong is known at once."""

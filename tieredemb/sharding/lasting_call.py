@@ -15,7 +15,6 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.header import Bound, Most
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy
@@ -64,16 +63,17 @@ class LastingMemory:
 
 class LastingCall(ShardedCall):
     """Such a forward, planned into the `memory` of one that is over, or into a new one. `told`: of one that a graph has
-    found, what it tells of its ids; it was not known whether they fit exchanges of one size."""
+    found, what it tells of its ids; it was not known whether they fit exchanges of one size · `form`: the sizes of
+    these."""
 
     def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
         """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
-        own = Bound(cast("int", context.max_ids), self.row_bound)
-        if not all(own.takes(Most(bound.ids, bound.rows or 0)) for bound in self._bounds):
-            raise UnsupportedError("a batch of more ids than fit max_ids is exchanged when its forward comes")
+        self.form = context.bounds(self.row_bound)
+        if self._bounds != self.form:
+            raise UnsupportedError("a batch of more ids than captured steps exchange waits for its forward")
         found = list[torch.Tensor]()
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,12 +96,6 @@ class LastingCall(ShardedCall):
         self.memory = memory
         self._use.made()
         self._plans: list[DeviceCall] = []
-
-    def fits(self, most: Sequence[Most]) -> bool:
-        """See `ShardedCall`; and whether there is room for the rows that come back."""
-        rows = max(each.rows for each in most)
-        self.context.most_rows = max(self.context.most_rows, rows)
-        return super().fits(most) and (self.row_bound is None or rows <= self.row_bound)
 
     @property
     def _captures(self) -> Captures:

@@ -14,14 +14,13 @@ from tieredemb.errors import ConfigError, shown
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are held whole, by default
-
 
 @dataclass(frozen=True)
 class RowWise:
     """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
     (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too. A lookup exchanges a
-    row for each different id of a rank's batch, and its backward a gradient for each occurrence.
+    row for each different id of a rank's batch, and its backward a gradient for each occurrence. Where bags have one
+    id that is never more than `TableWise` exchanges, and of a small table far less: so it is the default.
 
     >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.TableWise(rank=0)}
     """
@@ -50,16 +49,17 @@ Sharding = RowWise | TableWise
 
 class Layout:
     """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that holds
-    it whole, or −1 where its rows are dealt out."""
+    it whole, or −1 where its rows are dealt out · `is_default`: of each table, whether nobody has said how."""
 
     def __init__(
         self, tables: Sequence[TableConfig], size: int, sharding: Mapping[str, Sharding] | Sharding | None = None
     ) -> None:
-        """`sharding`: by the names of tables, or of all; by default tables of less than 1 MiB are held whole. Raises
-        `ConfigError`."""
+        """`sharding`: by the names of tables, or of all; `RowWise()` by default. Raises `ConfigError`."""
         self.tables = tuple(tables)
         self.size = size
-        self.sharding = [_chosen(table, sharding) for table in self.tables]
+        given = [sharding.get(each.name) if isinstance(sharding, Mapping) else sharding for each in self.tables]
+        self.is_default = [each is None for each in given]
+        self.sharding = [_checked(*each) for each in zip(self.tables, given, strict=True)]
         _check_names(self.tables, sharding)
         self.owner = np.full(len(self.tables), -1, np.int64)
         lookups = np.zeros(size, np.int64)
@@ -92,11 +92,9 @@ class Layout:
         return np.where(self.owner[tables] < 0, ids // self.size, ids)
 
 
-def _chosen(table: TableConfig, sharding: Mapping[str, Sharding] | Sharding | None) -> Sharding:
-    given = sharding.get(table.name) if isinstance(sharding, Mapping) else sharding
+def _checked(table: TableConfig, given: Sharding | None) -> Sharding:
     if given is None:
-        is_small = 4 * table.num_embeddings * table.embedding_dim < WHOLE_BYTES
-        return TableWise() if is_small else RowWise()
+        return RowWise()
     if not isinstance(given, (RowWise, TableWise)):
         raise ConfigError(f"sharding of table {table.name!r} must be RowWise() or TableWise(…), got {shown(given)}")
     return given

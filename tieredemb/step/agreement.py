@@ -42,6 +42,12 @@ class Agreement(abc.ABC):
         """Waits for the current stream, before this rank agrees to anything. Raises `PeerError` where that waits for a
         rank that has gone."""
 
+    @property
+    @abc.abstractmethod
+    def form(self) -> object:
+        """The size of what a step would exchange that is captured now: all ranks know the same. A graph of another size
+        is captured anew."""
+
     @abc.abstractmethod
     def takes(self, given: Sequence[Given]) -> bool:
         """Whether a graph takes as many ids as those of lookups that are to come, `given`. Raises what is wrong with

@@ -197,9 +197,10 @@ class DeviceCache(Cache):
     def _is_unfinished(self, ticket: DeviceTicket) -> bool:
         return any(each.batch == ticket.batch for each in self._planner.unfinished)  # it may be a share
 
-    def complete_last(self) -> None:
-        """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. Waits and
-        raises as `complete` does."""
+    def complete_last(self, moving: int = 1) -> None:
+        """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. `moving`:
+        how many caches do this at the same time, which share the way to cold storage. Waits and raises as `complete`
+        does."""
         if self._planner.is_over:
             return
         with self.plan_lock, on_device(self.device):
@@ -207,7 +208,7 @@ class DeviceCache(Cache):
                 return
             self._check_open()
             self._recover()
-            self._planner.finish_last(usable=not self.suspects.reason)
+            self._planner.finish_last(usable=not self.suspects.reason, moving=moving)
 
     def run_beside(self, function: Beside) -> torch.cuda.Event:
         """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is

@@ -105,7 +105,10 @@ class InPlace(Transfer):
             beside()
 
     def _fill(self, plan: BatchPlan) -> None:
-        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True)
+        self._moves.swap(
+            plan.missed, plan.missed.n, self._weight, self._state, scored=plan.kind.scored, in_place=True,
+            moving=plan.moving,
+        )  # fmt: skip
         self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.uncached))
 
     def _wait_for_side(self, plan: BatchPlan) -> None:

@@ -17,8 +17,9 @@ from tieredemb.storage.initial import InitialRows
 MOVE = "cache/device/transfer.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024
 # of 1,024 threads saturate PCIe both ways beside other kernels: 16 are a little faster for short rows and slower for
-# long ones, 12 the other way round, and 20 keep a plan's blocks from meeting
-SWAP_BLOCKS = 14
+# long ones, 12 the other way round, and 20 keep a plan's blocks from meeting. Caches that move rows at the same time
+# share them, as far as each still has a few: one may move far more rows than the others
+SWAP_BLOCKS, LEAST_SWAP_BLOCKS = 14, 5
 
 
 class RowMoves:
@@ -45,14 +46,16 @@ class RowMoves:
         self._swap.load(self.device.index)
         self._initial.on_device().load_missed(*self._rows)
 
-    def swap(self, missed: Missed, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool) -> None:
+    def swap(
+        self, missed: Missed, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool, moving: int = 1
+    ) -> None:
         """Brings the cold rows of `weight` and `state` that a plan has `missed`, n at most, into the slots that are
         theirs, after the victims' rows went back there; where they are not `in_place`, but have been brought, in their
-        order, the victims' rows have gone already. `scored`: whether this use raises their scores. Called again, it
-        does nothing."""
-        keys = missed.keys if in_place else 0
+        order, the victims' rows have gone already. `scored`: whether this use raises their scores · `moving`: how many
+        caches move rows at the same time. Called again, it does nothing."""
+        keys, blocks = missed.keys if in_place else 0, max(LEAST_SWAP_BLOCKS, SWAP_BLOCKS // moving)
         self._move(
-            n, missed.moving, keys, missed.slots, missed.victims, missed.scores, SWAP_BLOCKS, weight, state,
+            n, missed.moving, keys, missed.slots, missed.victims, missed.scores, blocks, weight, state,
             missed.untouched, scored=scored,
         )  # fmt: skip
 

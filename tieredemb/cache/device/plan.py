@@ -204,7 +204,8 @@ class BatchPlan:
     `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
     that was launched · `side_done`: the event after `beside`, where that is yet to be waited for · `resume_point`: on
     which stream rows are filled; deferred ones have none, and are filled on that of the next caller · `host`: over a
-    staged tier, what the host does between `start` and `move`."""
+    staged tier, what the host does between `start` and `move` · `moving`: how many caches move rows at the same time,
+    this one among them."""
 
     homes: torch.Tensor
     missed: Missed
@@ -217,6 +218,7 @@ class BatchPlan:
     side_done: torch.cuda.Event | None = None
     resume_point: ResumePoint | None = None
     host: HostPhase | None = None
+    moving: int = 1
 
     @property
     def left_at(self) -> Phase:

@@ -226,13 +226,15 @@ class Planner:
         for plan in [*self.unfinished.values()]:
             self.transfer.publish(plan)
 
-    def finish_last(self, *, usable: bool) -> None:
-        """Brings the rows that have yet to come. Their tickets know if that fails; it does if the cache is not
-        `usable`, but for deferred rows. Waits for the GPU and the storage, but for those."""
+    def finish_last(self, *, usable: bool, moving: int) -> None:
+        """Brings the rows that have yet to come, while as many caches do as are `moving`. Their tickets know if that
+        fails; it does if the cache is not `usable`, but for deferred rows. Waits for the GPU and the storage, but for
+        those."""
         self.end_capture()
         while pending := self._pending():
             ticket, plan = pending[0]
             if plan.resume_point is None:  # whatever is suspect, its slots have changed hands
+                plan.moving = moving
                 self._finish_deferred(ticket, plan)
             else:
                 del self.unfinished[ticket]
