@@ -572,6 +572,24 @@ def test_counters_are_read_before_every_step(device, capacity, ahead):
         assert train.summary().replayed >= 6
 
 
+@pytest.mark.parametrize("capacity", [2, 60, 300])
+def test_steps_that_go_ahead_and_then_do_not_have_the_bits_of_the_function(device, capacity):
+    """Both ways are tried in a loop as long as this one. A batch that was planned ahead is used all the same: none is
+    planned, and counted, twice."""
+    tables = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS))
+    eager, graphed = (Run(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.5)) for _ in range(2))
+    train, given = te.graph_step(graphed.step, max_ids=200), batches(tables, 90)
+    for number, batch in enumerate(te.prefetch(given, graphed.table)):
+        expected, result = eager.step(given[number]), train(batch)
+        assert_same_bits([result["loss"], *result["out"]], [expected["loss"], *expected["out"]])
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    counted = [run.table.stats() for run in (eager, graphed)]
+    assert (counted[0].batches, counted[0].lookups) == (counted[1].batches, counted[1].lookups)
+    assert idle(graphed.table)
+    if device == "cuda":
+        assert train.summary().replayed >= 60
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_is_warm_for_the_loops_after_the_first(gpu, ahead):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=90, optimizer=te.SGD(lr=0.5))

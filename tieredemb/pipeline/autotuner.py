@@ -2,7 +2,8 @@
 planning ahead is work of its own.
 
 Steps are timed with it and without, by events on the GPU, which see both what the GPU does and what it waits for. The
-numbers of a loop are the same either way.
+numbers of a loop are the same either way. So are captured steps: one that goes ahead does more on the host, and shares
+the way to cold storage between rows that come and rows that are used in place.
 """
 
 from __future__ import annotations

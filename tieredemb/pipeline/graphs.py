@@ -15,6 +15,7 @@ from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
 from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
+from tieredemb.pipeline.autotuner import Autotuner
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import Run, running
 from tieredemb.pipeline.summary import ACCUMULATES, FIRST, NO_GPU, OTHER_SHAPES, StepSummary
@@ -44,6 +45,7 @@ class GraphStep(Generic[R]):
         self._max_ids = max_ids
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
         self._rings: dict[int, Ring[R]] = {}  # by how many batches they go ahead
+        self._autotuner: Autotuner | None = None  # finds out whether going ahead pays, where it may, or may not
         self._agreement: Agreement | None = None  # where several ranks do the step together
         self._summary = StepSummary()
 
@@ -72,10 +74,11 @@ class GraphStep(Generic[R]):
             )
         if step.accumulates():
             return self._eagerly(step, batch, ACCUMULATES)
-        reach, loop = self._take_planning_over(step, batch)
+        loop = self._take_planning_over(step, batch)
+        reach, most = (0, 0) if loop is None else self._reach(batch)
         ring = self._rings.get(reach) or self._make_ring(step, reach)
         try:
-            return ring.run(batch) if loop is None else ring.run(batch, loop.following(reach), loop.named)
+            return ring.run(batch) if loop is None else ring.run(batch, loop.following(most), loop.named)
         except InvalidInputError:
             # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
             if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):
@@ -87,17 +90,36 @@ class GraphStep(Generic[R]):
         step.buffers, self._rings = larger, {}
         return self(batch)
 
-    def _take_planning_over(self, step: StepFunction[R], batch: Any) -> tuple[int, Run[Any] | None]:
-        """How many batches the step goes ahead; and if it does, the loop that fetches ahead and has handed the batch
-        out. Such a loop plans nothing any more."""
+    def _take_planning_over(self, step: StepFunction[R], batch: Any) -> Run[Any] | None:
+        """The loop that fetches ahead and has handed the batch out, if the step may go ahead of it. Such a loop plans
+        nothing any more."""
         loop = running(batch)
         if loop is not None:
             if self._agreement is None and not step.gains_ahead:
                 loop.leave_planning_to(_plan_nothing, 0)
             elif loop.named or step.lookups.forwards:
-                loop.leave_planning_to(self._drop_plans, AHEAD)
-                return AHEAD, loop
-        return 0, None
+                loop.leave_planning_to(self._leave_loop, AHEAD)
+                return loop
+        return None
+
+    def _reach(self, batch: Any) -> tuple[int, int]:
+        """How many batches the step goes ahead, in a loop that fetches ahead, and how many of the next ones it is
+        given. Several ranks always do."""
+        autotuner = self._autotuner
+        if autotuner is None:
+            return AHEAD, AHEAD
+        autotuner.step()
+        if autotuner.ahead:
+            return AHEAD, AHEAD
+        ahead = self._rings.get(AHEAD)
+        planned = 0 if ahead is None else ahead.planned_from(batch)
+        return (AHEAD, planned - 1) if planned else (0, 0)  # what is planned is used first
+
+    def _leave_loop(self) -> None:
+        """A loop that fetches ahead is over."""
+        self._drop_plans()
+        if self._autotuner is not None:
+            self._autotuner.leave()
 
     def _make_ring(self, step: StepFunction[R], reach: int) -> Ring[R]:
         from tieredemb.pipeline.ring import Ring
@@ -168,6 +190,8 @@ class GraphStep(Generic[R]):
             raise failed
         if is_clear:
             self._step, self._agreement = step, agreement
+            if self._autotuner is None and agreement is None:
+                self._autotuner = Autotuner(step.device, AHEAD)
             step.number = 0 if agreement is None else agreement.begin_step()
 
 
@@ -225,8 +249,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     The first calls are the function itself, step after step as without a graph; then one is captured and all are
     replays, which copy the batch into buffers and launch once. The numbers are those of the function. For batches that
     `prefetch` hands out, the rows of the next one are fetched inside the step, and the one after that is planned, while
-    this one computes; so the loader is asked for two batches ahead. Not where all rows are resident and a batch has
-    less than 131,072 ids, whose plans are not worth hiding.
+    this one computes; so the loader is asked for two batches ahead. In one process steps are timed now and then, and go
+    ahead while that makes them faster; never where all rows are resident and a batch has less than 131,072 ids.
 
     Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
     end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it), or

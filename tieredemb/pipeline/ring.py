@@ -129,6 +129,14 @@ class Ring(Generic[R]):
             self._summary.eager[why] += 1
             return result
 
+    def planned_from(self, batch: Any) -> int:
+        """How many batches are planned, if `batch` is the first of them; else 0."""
+        arenas, count = self._arenas, 0
+        if arenas[0].batch is batch:
+            while count < len(arenas) and arenas[count].calls():
+                count += 1
+        return count
+
     def drop_plans(self) -> None:
         """Drops the plans of the batches of the next calls."""
         self._last = None
