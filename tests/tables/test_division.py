@@ -316,11 +316,12 @@ def in_batch(rows):
 def test_use_is_that_of_all_rows_wherever_they_are(device, tmp_path, tier):
     """Scores that do not age count uses exactly."""
     storage = te.File(tmp_path / "rows") if tier == "file" else None
-    tables = collection(device, 0.02, policy=te.LFU(half_life_batches=math.inf), storage=storage)
+    tables = collection(device, 0.2, policy=te.LFU(half_life_batches=math.inf), storage=storage)
     batches = [batch_of(step, device) for step in range(15)]
     train(tables, device, batches=batches)
     before = tables.stats()
     assert before.evictions > 0
+    assert before.rows_overflow == 0
     for _ in range(2):  # to look changes nothing
         for table, group in enumerate(tables.tables.groups):
             use, rows = use_of(group, len(batches)), rows_of(batches, table)
@@ -369,7 +370,7 @@ def test_use_is_estimated_from_few_slots_and_few_cold_rows(device, monkeypatch):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("storage", [None, te.HostMemory()], ids=["default", "host"])
 def test_use_counts_the_batches_of_replays(storage):
-    tables = collection("cuda", 0.02, policy=te.LFU(half_life_batches=math.inf), storage=storage)
+    tables = collection("cuda", 0.2, policy=te.LFU(half_life_batches=math.inf), storage=storage)
     batches = [batch_of(step, "cuda") for step in range(15)]
 
     def step(batch):

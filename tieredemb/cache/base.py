@@ -143,8 +143,8 @@ class Cache(abc.ABC):
     def sample_scores(self, most: int, keys: Array) -> ScoreSample:
         """Scores of `most` slots, or fewer, and which of `keys` (int64 (N,), in range, of no resident table) have a
         slot. Changes nothing: no row moves, no score is raised, no use is counted. A row without a slot, one of a batch
-        that is larger than the cache, counts as one of cold storage. Synchronises with a GPU; all scores that it has
-        written to cold storage are there afterwards."""
+        that is larger than the cache, counts as one of cold storage, whose score there may be that of before the batch.
+        Synchronises with a GPU; all scores that it has written to cold storage are there afterwards."""
 
     @property
     @abc.abstractmethod
