@@ -474,6 +474,21 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
     assert index.isdisjoint(launched) != overflow.uncached
 
 
+def test_keys_are_found_by_a_launch_that_fits(launched):
+    layout = RowLayout(rows=100, width=8, state_width=2)
+    slots = DeviceHotRows(layout, 20, (), CPU).find(torch.arange(30))
+    assert (slots.shape, slots.dtype, launched) == ((30,), torch.int32, ["slot_map_find"])
+
+
+def test_time_and_slots_in_use_are_read_where_kernels_count_them(launched):
+    plan = DevicePlan(DeviceHotRows(RowLayout(rows=9, width=8, state_width=2), 5, (), CPU), scoring(LFU()), CPU)
+    plan.restart(7)
+    source, counts = read("cache/plan.cu"), plan.counts - plan.control.data_ptr()
+    used = counts + source.layout("Counts")["used"].offset
+    plan.control[used : used + 4].view(torch.int32).fill_(3)
+    assert plan.time_and_used() == (7, 3)
+
+
 def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     layout = RowLayout(rows=100, width=8, state_width=2)
     hot = DeviceHotRows(layout, 20, [(60, 10)], CPU)

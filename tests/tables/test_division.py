@@ -1,6 +1,7 @@
 """A capacity that caches of several widths share goes where most lookups come of it, and changes no number."""
 
 import copy
+import math
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import tieredemb as te
+from tieredemb.tables.use import use_of
 
 STEPS, BATCH = 64, 128
 BUSY, IDLE = 3_000, 40_000  # rows: nearly all lookups are of the first, which has few rows, and so a small share
@@ -266,19 +268,118 @@ def test_caches_that_a_graph_of_the_users_knows_stay():
             assert torch.equal(out, whole(*batch_of(step, "cuda")))
 
 
-def test_a_look_that_changes_nothing_is_followed_by_one_after_eight_times_as_many_plans():
-    """A look writes rows back, which nothing else does here: all of them are cached."""
+def few_rows(device):
+    """A batch of few rows, whose caches have room for all of them."""
+    lengths = torch.tensor([1] * 8 + [0] * (BATCH - 8) + [1] * 8 + [0] * (BATCH - 8), device="cpu")
+    ids = torch.arange(16, device="cpu") % 8
+    return ids.to(device), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
+
+
+def test_a_look_that_changes_nothing_is_followed_by_one_after_eight_times_as_many_plans(device):
+    tables = collection(device, 0.02)
+    train(tables, device, batches=21 * [few_rows(device)])  # the first look is that of the batch after 20
+    before = cache_bytes(tables)
+    for step in range(21, 20 + 8 * 20):
+        train(tables, device, batches=[batch_of(step, device)])
+        assert cache_bytes(tables) == before
+    train(tables, device, 1)
+    assert cache_bytes(tables) != before
+
+
+def content_of(directory):
+    """What is in all files there, and when each was changed last."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("tier", ["memory", "file"])
+def test_a_look_writes_nothing(device, tmp_path, tier):
+    tables = collection(device, 0.02, storage=te.File(tmp_path / "rows") if tier == "file" else None)
+    train(tables, device, batches=19 * [few_rows(device)])
+    before, cached = content_of(tmp_path), cache_bytes(tables)
+    train(tables, device, batches=3 * [few_rows(device)])
+    assert cache_bytes(tables) == cached
+    assert (tables.stats().rows_written_back, tables.stats().bytes_written_back) == (0, 0)
+    assert content_of(tmp_path) == before
+    tables.close()
+
+
+def rows_of(batches, table):
+    """The rows of a table that each of the batches uses, each once."""
+    return [ids[offsets[table * BATCH] : offsets[(table + 1) * BATCH]].unique() for ids, offsets in batches]
+
+
+def in_batch(rows):
+    return sum(map(len, rows)) / len(rows)
+
+
+@pytest.mark.parametrize("tier", ["memory", "file"])
+def test_use_is_that_of_all_rows_wherever_they_are(device, tmp_path, tier):
+    """Scores that do not age count uses exactly."""
+    storage = te.File(tmp_path / "rows") if tier == "file" else None
+    tables = collection(device, 0.2, policy=te.LFU(half_life_batches=math.inf), storage=storage)
+    batches = [batch_of(step, device) for step in range(15)]
+    train(tables, device, batches=batches)
+    before = tables.stats()
+    assert before.evictions > 0
+    assert before.rows_overflow == 0
+    for _ in range(2):  # to look changes nothing
+        for table, group in enumerate(tables.tables.groups):
+            use, rows = use_of(group, len(batches)), rows_of(batches, table)
+            assert use.in_batch == pytest.approx(in_batch(rows))
+            assert use.stands_for.sum() == len(torch.cat(rows).unique())
+    assert tables.stats() == before
+    tables.close()
+
+
+def test_use_leaves_resident_tables_out(device):
+    """They have slots that nobody else may get."""
     tables = te.TieredEmbeddingBagCollection(
-        [te.TableConfig(name=f"t{d}", num_embeddings=50, embedding_dim=d, placement="cached") for d in (4, 8)],
-        capacity=1.0,
-        device="cpu",
-        optimizer=te.SGD(lr=0.1),
+        [
+            te.TableConfig(name=name, num_embeddings=BUSY, embedding_dim=16, placement=placement)
+            for name, placement in (("always", "resident"), ("busy", "cached"))
+        ],
+        capacity=BUSY + 600,
+        device=device,
+        optimizer=te.Adagrad(lr=0.1),
+        policy=te.LFU(half_life_batches=math.inf),
     )
-    ids, offsets = torch.arange(8, device="cpu"), torch.arange(9, device="cpu")
-    written, looks = 0, []
-    for step in range(200):
-        tables(ids, offsets).sum().backward()
-        if tables.stats().rows_written_back > written:
-            written = tables.stats().rows_written_back
-            looks.append(step)
-    assert looks == [20, 20 + 8 * 20]
+    batches = []
+    for step in range(15):
+        ids = torch.cat([ids_of(step * 10 + part, BUSY) for part in range(2)])
+        batches.append((ids.to(device), torch.arange(2 * BATCH + 1, device="cpu").to(device)))
+    train(tables, device, batches=batches)
+    (group,) = tables.tables.groups
+    use, rows = use_of(group, len(batches)), rows_of(batches, 1)
+    assert use.in_batch == pytest.approx(in_batch(rows))
+    assert use.stands_for.sum() == len(torch.cat(rows).unique())
+    assert use.least == BUSY + 1
+
+
+def test_use_is_estimated_from_few_slots_and_few_cold_rows(device, monkeypatch):
+    monkeypatch.setattr("tieredemb.tables.use.MEMORY_SAMPLE", 300)
+    monkeypatch.setattr("tieredemb.tables.use.TABLE_SAMPLE", 300)
+    tables = collection(device, 0.3, policy=te.LFU(half_life_batches=math.inf))
+    batches = [batch_of(step, device) for step in range(15)]
+    train(tables, device, batches=batches)
+    assert tables.stats().evictions > 0
+    busy, rows = use_of(tables.tables.groups[0], len(batches)), rows_of(batches, 0)
+    assert busy.in_batch == pytest.approx(in_batch(rows), rel=0.15)
+    assert busy.stands_for.sum() == pytest.approx(len(torch.cat(rows).unique()), rel=0.15)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("storage", [None, te.HostMemory()], ids=["default", "host"])
+def test_use_counts_the_batches_of_replays(storage):
+    tables = collection("cuda", 0.2, policy=te.LFU(half_life_batches=math.inf), storage=storage)
+    batches = [batch_of(step, "cuda") for step in range(15)]
+
+    def step(batch):
+        tables(*batch).square().sum().backward()
+
+    captured = te.graph_step(step)
+    for batch in batches:
+        captured(batch)
+    for table, group in enumerate(tables.tables.groups):
+        use, rows = use_of(group, len(batches)), rows_of(batches, table)
+        assert use.in_batch == pytest.approx(in_batch(rows))
+        assert use.stands_for.sum() == len(torch.cat(rows).unique())

@@ -40,6 +40,18 @@ class Look(NamedTuple):
     lookups: int = 0
 
 
+class ScoreSample(NamedTuple):
+    """Scores of a cache at one time. `time`: of the last plan, which scores are relative to · `score`: uint32 (K,), of
+    slots at equal distances, without those of resident tables; 0 where a slot is empty · `slots_each`: for how many
+    slots each of them stands · `has_slot`: bool (N,), of each key that was asked for, whether it is in a slot, so that
+    the score in cold storage is an old one."""
+
+    time: int
+    score: Array
+    slots_each: float
+    has_slot: Array
+
+
 class PlanKind(NamedTuple):
     """How a batch is planned. `scored`: whether it counts as a use of rows; else it leaves no trace in scores and
     counters, as when a checkpointed forward is recomputed · `ages`: whether it is of a later time than the plan before
@@ -126,6 +138,13 @@ class Cache(abc.ABC):
     def hottest(self) -> Any:
         """Keys of the rows in slots, int64 (K,) on the cache's device, those first whose score is highest, without rows
         of resident tables."""
+
+    @abc.abstractmethod
+    def sample_scores(self, most: int, keys: Array) -> ScoreSample:
+        """Scores of `most` slots, or fewer, and which of `keys` (int64 (N,), in range, of no resident table) have a
+        slot. Changes nothing: no row moves, no score is raised, no use is counted. A row without a slot, one of a batch
+        that is larger than the cache, counts as one of cold storage, whose score there may be that of before the batch.
+        Synchronises with a GPU; all scores that it has written to cold storage are there afterwards."""
 
     @property
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """Caches that share one capacity, which is divided among them by what their rows are used for, again and again.
 
-Now and then the cold scores, which were just written back, tell what share of the batches uses a row, and so how often
-a batch looks it up (`use`). Slots go where a byte serves most lookups (`shares.by_use`). Caches of other sizes are
+Now and then a sample of the scores tells what share of the batches uses a row, and so how often a batch looks it up
+(`use`). To look changes nothing. Slots go where a byte serves most lookups (`shares.by_use`). Caches of other sizes are
 then made anew over the same cold rows, as in a move to another device, and filled by an unscored plan of the rows that
 were used most. So no number changes, and an interrupt finds the old caches or the new ones.
 
@@ -135,8 +135,6 @@ class Division:
     def _divide(self, sets: list[Sharing], batches: int) -> bool:
         """Returns whether caches have got other sizes."""
         groups = [group for tables in sets for group in tables.groups]
-        for group in groups:
-            group.cache.write_back()  # scores, too
         uses = [use for group in groups if (use := use_of(group, batches)) is not None]
         if len(uses) < len(groups):
             return False

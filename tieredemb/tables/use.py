@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MEMORY_SAMPLE, FILE_SAMPLE = 1 << 16, 1 << 14  # rows of a key space whose scores are read; of a file each is a page
+MEMORY_SAMPLE, FILE_SAMPLE = 1 << 16, 1 << 14  # slots, or cold rows, whose scores are read; of a file each is a page
 TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so many
 MOST_RANGES = 1 << 12  # of used rows of a file, that are looked at
 # scores that are told apart: from a number of uses to twice as many, as far below the highest, where scores age; and of
@@ -69,14 +69,15 @@ def lookups_of(share: Array, stands_for: Array, most: float, lookups: float) -> 
 
 
 def use_of(group: Group, batches: int) -> Use | None:
-    """What is known of the use of a group's rows, which were written back, but for those of resident tables, which
-    never leave; None where scores are no counts of uses. `batches`: since the last look, where all were counted; those
-    that look up in this group may be fewer. Synchronises with a GPU."""
+    """What is known of the use of a group's rows, but for those of resident tables, which never leave; None where
+    scores are no counts of uses. `batches`: since the last look, where all were counted; those that look up in this
+    group may be fewer. Changes nothing. Synchronises with a GPU."""
     cache, space = group.cache, group.space
-    scoring, time, counted, before = cache.scoring, cache.cold.metadata.batch, cache.stats(), cache.looked_at
+    scoring, counted, before = cache.scoring, cache.stats(), cache.looked_at
     if not scoring.counts_uses:
         return None
-    score, of_each = _distinct(*_sampled(group), scoring)
+    time, scores, rows_each = _sampled(group)
+    score, of_each = _distinct(scores, rows_each, scoring)
     own = counted.batches - before.batches
     most = scoring.most_uses(max(1, time))
     share = np.minimum(scoring.uses(score, time) / most, 1.0)
@@ -88,14 +89,28 @@ def use_of(group: Group, batches: int) -> Use | None:
     return Use(group.slot_bytes, least, space.rows, share * often, lookups * often, of_each)
 
 
-def _sampled(group: Group) -> tuple[Array, Array]:
-    """Scores of a sample of the rows that were ever used, uint32 (K,), none of them zero, and for how many rows each
-    stands. Pages that nobody has written are not read, as a full disk may have none for them."""
+def _sampled(group: Group) -> tuple[int, Array, Array]:
+    """The time of the last plan; and of a sample of the rows that were ever used the scores, uint32 (K,), none of them
+    zero, and for how many rows each stands. Rows in slots are sampled there, as their cold scores are old."""
+    cache = group.cache
+    with cache.whole():  # no row moves meanwhile, and nobody closes the storage
+        keys, rows_each = _cold_sample(group)
+        time, hot, slots_each, has_slot = cache.sample_scores(MEMORY_SAMPLE, keys)
+        cold = cache.cold.state[keys[~has_slot], -1]
+    score = np.concatenate([hot, cold])
+    of_each = np.concatenate([np.full(len(hot), slots_each), rows_each[~has_slot]])
+    used = score != 0
+    return time, score[used], of_each[used]
+
+
+def _cold_sample(group: Group) -> tuple[Array, Array]:
+    """Keys of a sample of the rows that may have been written, int64 (K,), without those of resident tables, and for
+    how many rows each stands. Pages that nobody has written are not read, as a full disk may have none for them."""
     cold, space, resident = group.cache.cold, group.space, set(group.resident)
     used = list(cold.used_ranges())
     every = max(1, len(used) // MOST_RANGES)
     share = (MEMORY_SAMPLE if cold.in_memory else FILE_SAMPLE) / max(1, sum(stop - start for start, stop in used))
-    scores, stands_for = [np.empty(0, np.uint32)], [np.empty(0)]
+    keys, rows_each = [np.empty(0, np.int64)], [np.empty(0)]
     for first, last in used[::every]:
         tables = range(
             int(np.searchsorted(space.start, first, "right")) - 1, int(np.searchsorted(space.start, last, "left"))
@@ -105,10 +120,9 @@ def _sampled(group: Group) -> tuple[Array, Array]:
         ):
             least = TABLE_SAMPLE if cold.in_memory else 1
             step = max(1, (stop - start) // max(least, int(share * every * (stop - start))))
-            scores.append(cold.state[start:stop:step, -1])
-            stands_for.append(np.full(len(scores[-1]), every * (stop - start) / max(1, len(scores[-1]))))
-    score, of_each = np.concatenate(scores), np.concatenate(stands_for)
-    return score[score != 0], of_each[score != 0]
+            keys.append(np.arange(start, stop, step, dtype=np.int64))
+            rows_each.append(np.full(len(keys[-1]), every * (stop - start) / max(1, len(keys[-1]))))
+    return np.concatenate(keys), np.concatenate(rows_each)
 
 
 def _distinct(score: Array, stands_for: Array, scoring: Scoring) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredemb.cache.base import USE, Cache, PlanKind
+from tieredemb.cache.base import USE, Cache, PlanKind, ScoreSample
 from tieredemb.cache.changes import Part
 from tieredemb.cache.device.effects import NOTHING_PLANNED, Effects, Opened
 from tieredemb.cache.device.hot_rows import DeviceHotRows
@@ -542,6 +542,19 @@ class DeviceCache(Cache):
             key, score = self.hot.key, self.hot.score[: self.hot.slots].to(torch.int64) & 0xFFFFFFFF
             order = torch.where(key >= 0, score, -1).argsort(descending=True)
             return key[order][: int((key >= 0).sum())]
+
+    def sample_scores(self, most: int, keys: Array) -> ScoreSample:
+        with self.entered(changes=False):
+            time, slots = self._plan.time_and_used()  # replays counted, of which the host does not know
+            score = self.hot.score[: slots : max(1, -(-slots // most))]
+            found = self.hot.find(torch.from_numpy(keys).to(self.device))
+            words = torch.cat([score, found]).cpu().numpy()  # waits for what writes to cold storage, too
+            return ScoreSample(
+                time=time,
+                score=words[: len(score)].view(np.uint32),
+                slots_each=slots / max(1, len(score)),
+                has_slot=words[len(score) :] >= 0,
+            )
 
     @property
     def plans(self) -> int:

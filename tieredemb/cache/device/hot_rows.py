@@ -14,11 +14,13 @@ import torch
 from tieredemb.cache.host.hot_rows import NEVER, NO_KEY
 from tieredemb.errors import DeviceMemoryError
 from tieredemb.hash.slot_map import map_bytes_per_slot
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CELL_BYTES
 from tieredemb.storage.base import RowLayout
 
 CACHED_BYTES = 8 + 4  # key and last batch
 EVERY_BYTES = 4 + 1  # score and dirty bit
+THREADS = 256
 
 
 def device_slot_bytes(layout: RowLayout) -> int:
@@ -73,6 +75,13 @@ class DeviceHotRows:
         self.key.fill_(NO_KEY)
         self.last_batch.fill_(NEVER)
         self.cells.zero_()
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """The cached slot of each key (int64 (N,), on the device), int32 (N,), or `NOT_FOUND`. Does not synchronise."""
+        slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+        find = kernel("hash/slot_map.cu", "slot_map_find", *OPTIONS)
+        find(blocks_for(len(keys), THREADS), THREADS, self.cells, len(self.cells), keys, len(keys), slots)
+        return slots
 
     def size_bytes(self) -> dict[str, int]:
         """Bytes by purpose."""

@@ -49,6 +49,7 @@ class FieldOffsets(NamedTuple):
     time: int
     missed: int
     needed: int
+    used: int
     room: int
     arrivals: int
     totals: int
@@ -72,7 +73,7 @@ def field_offsets() -> FieldOffsets:
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "room", "arrivals", "totals", "clients")
+    names = ("missed", "needed", "used", "room", "arrivals", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return FieldOffsets(
         clock=clock,
@@ -451,6 +452,13 @@ class DevicePlan:
     def time(self) -> int:
         """Its time, of which scores are made. Synchronises."""
         return int(self._word(self._offsets.time).item())
+
+    def time_and_used(self) -> tuple[int, int]:
+        """Its time, and how many slots have ever held a row, which are the first ones. Synchronises once."""
+        at = self._offsets
+        words = self.control[: at.totals].cpu()
+        time, used = words[at.time : at.time + 8].view(torch.int64), words[at.used : at.used + 4].view(torch.int32)
+        return int(time.item()), int(used.item())
 
     def restart(self, batch: int) -> None:
         """Empties the plan's view of the slots; the next batch follows `batch`, in number and time."""

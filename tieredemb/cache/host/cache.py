@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from tieredemb.cache.base import NO_WORDS, USE, Cache, PlanKind
+from tieredemb.cache.base import NO_WORDS, USE, Cache, PlanKind, ScoreSample
 from tieredemb.cache.changes import Change, Changed
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
@@ -453,6 +453,18 @@ class HostCache(Cache):
             slots = slots[slots >= self._pinned]
             keys: Array = self.hot.key[slots[np.argsort(self.hot.score[slots])[::-1]]]
             return keys
+
+    def sample_scores(self, most: int, keys: Array) -> ScoreSample:
+        with self.whole():
+            self._begin_call()
+            slots = self.hot.used - self._pinned
+            score = self.hot.score[self._pinned : self.hot.used : max(1, -(-slots // most))].copy()
+            return ScoreSample(
+                time=self.cold.metadata.batch,
+                score=score,
+                slots_each=slots / max(1, len(score)),
+                has_slot=self._index.find(keys) >= 0,
+            )
 
     @property
     def plans(self) -> int:
