@@ -57,11 +57,12 @@ class GraphStep(Generic[R]):
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
         does, its tensors detached."""
         step = self._step
-        if step is not None:
-            for division in step.divisions:
-                if division.request_if_due():
-                    self._drop_plans()
-                    division.divide()
+        due = [] if step is None else [division for division in step.divisions if division.request_if_due()]
+        if due and not self._planned_from(batch):  # what is planned is used first
+            self._drop_plans()
+            for division in due:
+                division.divide()
+            due = []
         if step is not None and not step.is_current():
             self._forget()
             step = None
@@ -75,7 +76,7 @@ class GraphStep(Generic[R]):
         if step.accumulates():
             return self._eagerly(step, batch, ACCUMULATES)
         loop = self._take_planning_over(step, batch)
-        reach, most = (0, 0) if loop is None else self._reach(batch)
+        reach, most = (0, 0) if loop is None else self._reach(batch, drains=bool(due))
         ring = self._rings.get(reach) or self._make_ring(step, reach)
         try:
             return ring.run(batch) if loop is None else ring.run(batch, loop.following(most), loop.named)
@@ -102,18 +103,22 @@ class GraphStep(Generic[R]):
                 return loop
         return None
 
-    def _reach(self, batch: Any) -> tuple[int, int]:
+    def _reach(self, batch: Any, *, drains: bool) -> tuple[int, int]:
         """How many batches the step goes ahead, in a loop that fetches ahead, and how many of the next ones it is
-        given. Several ranks always do."""
+        given. Where it does not pay to go ahead, or it `drains`, those that are planned are used first: none is planned
+        twice. Several ranks always go ahead."""
         autotuner = self._autotuner
-        if autotuner is None:
+        if autotuner is not None:
+            autotuner.step()
+        if not drains and (autotuner is None or autotuner.ahead):
             return AHEAD, AHEAD
-        autotuner.step()
-        if autotuner.ahead:
-            return AHEAD, AHEAD
+        planned = self._planned_from(batch)
+        return (AHEAD, planned - 1) if planned else (0, 0)
+
+    def _planned_from(self, batch: Any) -> int:
+        """How many batches are planned ahead, if `batch` is the first of them; else 0."""
         ahead = self._rings.get(AHEAD)
-        planned = 0 if ahead is None else ahead.planned_from(batch)
-        return (AHEAD, planned - 1) if planned else (0, 0)  # what is planned is used first
+        return 0 if ahead is None else ahead.planned_from(batch)
 
     def _leave_loop(self) -> None:
         """A loop that fetches ahead is over."""
