@@ -5,7 +5,8 @@ Each class also derives from the builtin that a caller would expect, so that `ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 _SHOWN_BITS = 256  # 78 digits; Python refuses to write out integers of more than 4300
 _SHOWN_LETTERS = 100
@@ -50,6 +51,15 @@ class ConfigTypeError(ConfigError, TypeError):
 
 class UnsupportedError(TieredEmbError, NotImplementedError):
     """Something that `torch` offers and tieredemb refuses, or a device without its kernels."""
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Refusals of a config that are raised inside say which of several things they are about."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 class InvalidInputError(TieredEmbError, ValueError, RuntimeError):

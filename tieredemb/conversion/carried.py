@@ -12,7 +12,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.conversion.found import Found
-from tieredemb.errors import ConfigError, UnsupportedError, shown
+from tieredemb.errors import ConfigError, UnsupportedError, naming, shown
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
 _HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # where torch keeps them, and so the weights, for good
@@ -81,5 +81,6 @@ def carried(found: Found) -> Carried | None:
             f"meant, as optimizer=tieredemb.SparseAdam(lr=…) for FBGEMM's Adam (docs/guides/optimizers.md, under 'If "
             f"you have another optimizer'). Nothing was changed"
         )
-    config, kind = config_of(type(optimizer), as_numbers(groups[0])), kind_of(type(optimizer))
+    with naming(f"the weight of {found.shown}"):
+        config, kind = config_of(type(optimizer), as_numbers(groups[0])), kind_of(type(optimizer))
     return Carried(config, dict(optimizer.state.get(weight, {})), kind.remark)
