@@ -30,6 +30,12 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {rest} more" if rest > 0 else "")
 
 
+def in_documentation(page: str, section: str) -> str:
+    """A place in the documentation, as a message names it: by titles, as an installed library has no files of it. The
+    message says what to do by itself, and this only what else is known."""
+    return f"the page {page!r} of tieredemb's documentation, under {section!r}"
+
+
 class TieredEmbError(Exception):
     """Base class of all errors that tieredemb raises on purpose.
 
