@@ -168,8 +168,7 @@ class ShardedCall:
     def _note_asked(self, most: Sequence[Most]) -> None:
         """Notes how much it asks for, and warns where that is more than `max_ids`."""
         self._asks_for = most
-        if self.context.max_ids is not None:
-            self.fits(most)
+        self.context.warn_if_longer(max((each.ids for each in most), default=0))
 
     def _looked_at(self) -> Sequence[Bags]:
         """The bags as they are found, before anything is sent. As `_look`."""
@@ -189,10 +188,6 @@ class ShardedCall:
         assert self._recorded is not None
         self._bags = self._found()
         self._recorded.pad()
-
-    def fits(self, most: Sequence[Most]) -> bool:
-        """Whether an exchange of `max_ids` takes what a batch asks for."""
-        return self.context.fits(max(each.ids for each in most))
 
     @property
     def _learns(self) -> bool:

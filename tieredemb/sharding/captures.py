@@ -79,8 +79,13 @@ class Captures(Agreement):
         return self._finder.room()
 
     def took(self, calls: Sequence[object]) -> bool:
-        of_ranks = [call for call in calls if isinstance(call, LastingCall)]
-        return all(call.told is None or call.fits(self._finder.most(call.told)) for call in of_ranks)
+        for call in calls:
+            if isinstance(call, LastingCall) and call.told is not None:
+                most = self._finder.most(call.told)
+                call.note_rows(most)
+                if not call.fits(most):
+                    return False
+        return True
 
     def are_as_now(self, calls: Sequence[object]) -> bool:
         return all(call.row_bound == self._context.row_bound for call in calls if isinstance(call, LastingCall))

@@ -91,9 +91,11 @@ class ShardedContext:
 
     def fits(self, most: int) -> bool:
         """Whether a batch of this rank, which asks another for `most` ids in a part, fits an exchange of one size."""
-        if self.max_ids is None or most <= self.max_ids:
-            return self.max_ids is not None
-        if not self._told_longer:
+        return self.max_ids is not None and most <= self.max_ids
+
+    def warn_if_longer(self, most: int) -> None:
+        """Warns, once, where a batch of this rank asks another for `most` ids in a part, and `max_ids` are fewer."""
+        if self.max_ids is not None and most > self.max_ids and not self._told_longer:
             self._told_longer = True
             warnings.warn(
                 f"rank {self.exchange.rank} asks another rank for {most} ids of tables of one width, more than "
@@ -101,7 +103,6 @@ class ShardedContext:
                 f"pass max_ids={most} or more to have it captured",
                 stacklevel=2,
             )
-        return False
 
     def know_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""

@@ -71,8 +71,7 @@ class LastingCall(ShardedCall):
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
-        own = Bound(cast("int", context.max_ids), self.row_bound)
-        if not all(own.takes(Most(bound.ids, bound.rows or 0)) for bound in self._bounds):
+        if not self.fits([Most(bound.ids, bound.rows or 0) for bound in self._bounds]):
             raise UnsupportedError("a batch of more ids than fit max_ids is exchanged when its forward comes")
         found = list[torch.Tensor]()
 
@@ -97,11 +96,18 @@ class LastingCall(ShardedCall):
         self._use.made()
         self._plans: list[DeviceCall] = []
 
+    def _note_asked(self, most: Sequence[Most]) -> None:
+        super()._note_asked(most)
+        self.note_rows(most)
+
+    def note_rows(self, most: Sequence[Most]) -> None:
+        """Notes how many rows a batch asks for: later graphs have room for as many to come back."""
+        self.context.most_rows = max(self.context.most_rows, *(each.rows for each in most))
+
     def fits(self, most: Sequence[Most]) -> bool:
-        """See `ShardedCall`; and whether there is room for the rows that come back."""
-        rows = max(each.rows for each in most)
-        self.context.most_rows = max(self.context.most_rows, rows)
-        return super().fits(most) and (self.row_bound is None or rows <= self.row_bound)
+        """Whether an exchange of `max_ids` takes what a batch asks for, with room for the rows that come back."""
+        bound = Bound(cast("int", self.context.max_ids), self.row_bound)
+        return all(map(bound.takes, most))
 
     @property
     def _captures(self) -> Captures:
