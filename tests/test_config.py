@@ -161,10 +161,39 @@ def test_tables_of_one_width_share_the_keys_there_are():
         return [table_config(name=f"t{i}", num_embeddings=rows, embedding_dim=width + (i == 3)) for i in range(4)]
 
     for rows in (2**47, 2**48):  # three tables of one width
-        with pytest.raises(ConfigError, match=f"tables of width 1 have {3 * rows} rows together"):
+        with pytest.raises(ConfigError, match=rf"tables of width 1 \('t0', 't1', 't2'\) have {3 * rows} rows together"):
             te.TieredEmbeddingBagCollection(tables(rows, 1), capacity=10, device="cpu")
     with pytest.raises(TieredEmbError, match=r"use File\(path\)|lower num_embeddings"):  # keys there are, memory not
         te.TieredEmbeddingBagCollection(tables(2**46, 1), capacity=10, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dtype": torch.float64}, "dtype of tables 'user', 'item' must be one of torch.float32, .*pass one of them"),
+        ({"dtype": "float32"}, "dtype of tables 'user', 'item' must be one of torch.float32, .*got 'float32'"),
+        ({"rounding": "stochastic"}, "those of tables 'user', 'item' are of float32; pass dtype=torch.bfloat16"),
+        ({"capacity": "8B"}, "no row of each of 2 caches; .* raise the capacity"),
+        ({"capacity": 2**34}, "slots for table 'item'; at most .* so lower the capacity"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_tables_that_cannot_be_are_named(change, said):
+    tables = [
+        table_config(name="user", embedding_dim=4),
+        table_config(name="item", num_embeddings=2**34, embedding_dim=8),
+    ]
+    with pytest.raises(ConfigError, match=said):
+        te.TieredEmbeddingBagCollection(tables, **{"capacity": 3, "device": "cpu"} | change)
+
+
+def test_torchs_default_dtype_that_rows_lack_is_refused_with_the_way_out():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ConfigError, match=r"got torch.float64; pass one of them as dtype="):
+            te.TieredEmbeddingBag(10, 4, device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_prefetch_takes_any_depth_and_refuses_what_is_none():

@@ -3,6 +3,7 @@ examples hold."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import importlib
@@ -22,6 +23,7 @@ from torch import nn
 
 import tieredemb
 from tieredemb.__main__ import main
+from tieredemb.errors import in_documentation
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
@@ -161,6 +163,41 @@ def test_pages_local_links_exist(page):
         if "://" not in link:
             assert target.exists(), f"no {link}"
             assert not anchor or anchor in anchors(target), f"no heading {anchor} in {link or page}"
+
+
+# --- what messages say of pages ---------------------------------------------------------------------------------------
+
+NOT_INSTALLED = re.compile(r"\b(docs|guides|benchmarks|examples|tests|tools)/|\w\.(md|rst)\b|\b(README|CONTRIBUTING)\b")
+
+
+def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, content) of the strings of a module, without its docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("name", modules_of(REPOSITORY / "tieredemb"))
+def test_messages_cite_no_file_that_an_installed_library_lacks(name):
+    tree = ast.parse(modules_of(REPOSITORY / "tieredemb")[name].read_text())
+    assert not [(line, text) for line, text in texts_of(tree) if NOT_INSTALLED.search(text)], "see in_documentation"
+
+
+def test_messages_cite_pages_that_there_are():
+    sections = {}
+    for page in DOCS:
+        title, *others = HEADING.findall(FENCE.sub("", (REPOSITORY / page).read_text())) or [""]
+        sections[title] = others
+    trees = [ast.parse(path.read_text()) for path in modules_of(REPOSITORY / "tieredemb").values()]
+    cited = [
+        [ast.literal_eval(argument) for argument in node.args]
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == in_documentation.__name__
+    ]
+    assert cited
+    assert all(section in sections[title] for title, section in cited)
 
 
 # --- docstrings -------------------------------------------------------------------------------------------------------

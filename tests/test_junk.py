@@ -198,7 +198,7 @@ def test_config_that_is_given_arguments_by_position_says_how_to_write_it(make, e
         ({"storage": te.HostMemory}, r"HostMemory\(\).* pass an instance"),
         ({"storage": "rows"}, r"got 'rows'; pass an instance, as File of that path"),
         ({"device": "gpu"}, r"device must be 'cpu', 'cuda'.* got 'gpu'"),
-        ({"dtype": "float32"}, r"dtype must be a torch.dtype.* got 'float32'"),
+        ({"dtype": "float32"}, r"dtype of table 'weight' must be one of torch.float32.* got 'float32'"),
     ],
 )
 def test_classes_and_words_in_place_of_instances_are_refused_with_what_to_pass(keywords, message):

@@ -514,16 +514,19 @@ def as_capacity(given: Any) -> Capacity:
     return parse_capacity(given) if isinstance(given, str) else plain(given)  # type: ignore[no-any-return]
 
 
-def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
+def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int, of: str = "the rows") -> int:
     """Slots that `capacity` buys for a key space of `rows` rows.
 
     `capacity`: rows as an int, a share of the rows as a float in (0, 1], or bytes as a string, of which a slot takes
-    `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`.
+    `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`, which says whose rows they are
+    (`of`) where the capacity is too much for them.
     """
     if isinstance(capacity, str) and _SIZE.fullmatch(capacity):
         budget = parse_bytes(capacity)
         if budget < slot_bytes:
-            raise ConfigError(f"capacity {shown(capacity)} holds no row; one takes {slot_bytes} bytes in the cache")
+            raise ConfigError(
+                f"capacity {shown(capacity)} holds no row; one takes {slot_bytes} bytes in the cache, so raise it"
+            )
         slots = budget // slot_bytes
     elif isinstance(capacity, float):
         if not 0 < capacity <= 1:
@@ -540,5 +543,8 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
         )
     slots = max(1, min(slots, rows))
     if slots > MAX_SLOTS:
-        raise ConfigError(f"capacity {shown(capacity)} means {slots} slots; at most {MAX_SLOTS} are supported")
+        raise ConfigError(
+            f"capacity {shown(capacity)} means {slots} slots for {of}; at most {MAX_SLOTS} are supported, so "
+            f"lower the capacity"
+        )
     return slots

@@ -5,7 +5,8 @@ Each class also derives from the builtin that a caller would expect, so that `ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 _SHOWN_BITS = 256  # 78 digits; Python refuses to write out integers of more than 4300
 _SHOWN_LETTERS = 100
@@ -29,6 +30,12 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {rest} more" if rest > 0 else "")
 
 
+def in_documentation(page: str, section: str) -> str:
+    """A place in the documentation, as a message names it: by titles, as an installed library has no files of it. The
+    message says what to do by itself, and this only what else is known."""
+    return f"the page {page!r} of tieredemb's documentation, under {section!r}"
+
+
 class TieredEmbError(Exception):
     """Base class of all errors that tieredemb raises on purpose.
 
@@ -50,6 +57,15 @@ class ConfigTypeError(ConfigError, TypeError):
 
 class UnsupportedError(TieredEmbError, NotImplementedError):
     """Something that `torch` offers and tieredemb refuses, or a device without its kernels."""
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Refusals of a config that are raised inside say which of several things they are about."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 class InvalidInputError(TieredEmbError, ValueError, RuntimeError):

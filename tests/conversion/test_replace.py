@@ -8,7 +8,7 @@ from devices import assert_close, equal, randint
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, UnsupportedError
 
 
 class Model(nn.Module):
@@ -73,6 +73,39 @@ def test_a_dtype_that_tables_lack_is_left_alone():
     with pytest.warns(UserWarning, match=r"'0' has rows of torch.float64"):
         te.replace_embedding_bags(model)
     assert type(model[0]) is nn.Embedding
+
+
+class Wide(nn.Module):
+    """Two tables of one dtype and width each, `second` made as it is given."""
+
+    def __init__(self, **second):
+        super().__init__()
+        self.first = nn.EmbeddingBag(20, 4, dtype=torch.bfloat16, mode="sum")
+        self.second = nn.EmbeddingBag(20, 8, **second)
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "said"),
+    [
+        ({}, {"rounding": "stochastic"}, "those of table 'second' are of float32"),
+        ({}, {"init": {"second": 3}}, "init of table 'second' must be Normal"),
+        ({"mode": "max", "scale_grad_by_freq": True}, {}, "'second': scale_grad_by_freq is not supported"),
+    ],
+    ids=["rounding", "init", "scaling"],
+)
+def test_refusals_name_the_table_as_the_model_does(second, options, said):
+    with pytest.raises(ConfigError, match=said):
+        te.replace_embedding_bags(Wide(**second), **options)
+
+
+def test_an_option_that_tables_lack_is_refused_with_the_table_that_has_it():
+    model = Wide()
+    adam = torch.optim.Adam([{"params": model.first.parameters()}, {"params": model.second.parameters(), "eps": -1.0}])
+    with pytest.raises(ConfigError, match="the weight of 'second': eps must be a finite number"):
+        te.replace_embedding_bags(model, optimizer=adam)
+    adam.param_groups[1].update(eps=1e-8, amsgrad=True)
+    with pytest.raises(UnsupportedError, match=r"the weight of 'second': torch.optim.Adam has amsgrad=True"):
+        te.replace_embedding_bags(model, optimizer=adam)
 
 
 def test_every_setting_goes_along(device):

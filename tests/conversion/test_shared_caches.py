@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from devices import assert_same_bits
+from failing import FailsBackward
 from torch import nn
 
 import tieredemb as te
@@ -292,6 +293,58 @@ def test_a_table_that_is_looked_up_twice_ages_once(device):
         for _ in range(3):
             model([ids, ids])
     assert pool_of(model).stats().batches == 9
+
+
+class Changing(Rows):
+    """One that changes rows between two lookups."""
+
+    change = None
+
+    def forward(self, ids):
+        first = self.emb[0](ids[0])
+        if self.change is not None:
+            self.change(self.emb[1])
+        return first, self.emb[1](ids[1])
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.load_state_dict({"weight": torch.full((20, WIDTH), 7.0)}),
+        lambda table: table.weight.data.fill_(7.0),
+        lambda table: table.weight.data.__setitem__(slice(1, 3), 7.0),
+    ],
+    ids=["load_state_dict", "in place", "rows"],
+)
+def test_rows_that_change_within_a_step_are_those_of_the_next_lookup(device, change, trains):
+    """Also where the lookups were planned and computed as one."""
+    model = Changing(2, 20).to(device).train(trains)
+    te.replace_embedding_bags(model, capacity=5, optimizer=te.SGD(lr=0.1))
+    ids = [torch.tensor([[1, 2]], device=device)] * 2
+    with torch.set_grad_enabled(trains):
+        for _ in range(4):
+            outputs = model(ids)
+            if trains:
+                sum(outputs).sum().backward()
+        model.change = change
+        _, second = model(ids)
+    assert second.tolist() == [[14.0] * WIDTH]
+
+
+@pytest.mark.parametrize("steps", [0, 4], ids=["each by itself", "planned as one"])
+def test_a_step_is_over_with_a_backward_that_fails_behind_the_tables(device, steps):
+    model = Rows(2, 20).to(device)
+    te.replace_embedding_bags(model, capacity=5, optimizer=te.SGD(lr=0.1))
+    ids = torch.tensor([[1, 2]], device=device)
+    for _ in range(steps):
+        model([ids, ids]).sum().backward()
+    fails = FailsBackward.apply(torch.zeros(1, device=device, requires_grad=True))  # the newest goes backward first
+    kept = model([ids, ids]).sum() + fails.sum()
+    with pytest.raises(RuntimeError, match="planted"):
+        kept.backward()
+    model([ids, ids]).sum().backward()
+    assert pool_of(model).stats().batches == steps + 2
 
 
 def test_counters_are_of_each_table(device):

@@ -1050,6 +1050,28 @@ def test_a_captured_step_is_told_of_as_many_batches_as_it_asks_for():
     assert len(fetched) == 2
 
 
+def test_a_loop_behind_one_that_a_captured_step_has_planned_for_plans_nothing_in_vain():
+    """Its first batch plans for itself, and the next ones too if no captured step takes them."""
+    model, batches = table(), ids_of_steps(6)
+
+    def given_up():
+        pass
+
+    def run(*, is_taken):
+        before, planned = model.stats(), []
+        for ids in te.prefetch(batches, model, ids_of=lambda ids: ids):
+            if is_taken:
+                running(ids).leave_planning_to(given_up, 2)
+            planned.append(bool(model.planned.waiting))
+            model(ids).sum().backward()
+        return (model.stats() - before).lookups, planned
+
+    lookups = sum(ids.numel() for ids in batches)
+    assert run(is_taken=True)[0] > lookups  # the first loop plans ahead before it knows
+    assert run(is_taken=True) == (lookups, [False] * 6)
+    assert run(is_taken=False) == (lookups, [False] + [True] * 5)
+
+
 class _Again:
     """What a function returns, for each loop anew."""
 

@@ -150,6 +150,24 @@ def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_sai
         assert are_of_one_size(counts)
 
 
+def asked_before(rank, size):
+    """Whether a step is to be captured as one of at most 24 ids, asked twice; what was said of it, and later."""
+    tables = tables_of()
+    model = model_of(tables, "both", max_ids=24)
+    batch = batch_of(tables, 0, rank, samples=most_on_rank_2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fits = [model.agreement.takes([batch[:2]]) for _ in range(2)]
+        before = len(told)
+        step_of(model, batch, weighted=False)
+    model.close()
+    return fits, before, len(told)
+
+
+def test_to_ask_whether_a_batch_fits_says_nothing(worlds):
+    assert worlds(3).run(asked_before) == [([True] * 2, 0, 0), ([True] * 2, 0, 0), ([False] * 2, 0, 1)]
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("max_ids", [1, 12, 20])
 def test_longer_batches_have_the_bits_too(worlds, max_ids, weighted):

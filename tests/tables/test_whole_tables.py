@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, IdOutOfRangeError, StorageFullError, UnsupportedError
+from tieredemb.step.whole_table import Span
 
 ITEMS, USERS, WIDTH = 40, 30, 6
 OPTIM = torch.optim
@@ -274,6 +275,27 @@ def test_a_scaler_and_autocast(device):
     ours, theirs = (each.state_dict() for each in models)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value.to(ours[name].device), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
+def test_products_are_made_and_refused_as_torch_does(device, monkeypatch, rows, dtype, autocast):
+    plain = nn.Embedding(ITEMS, WIDTH, dtype=rows, device=device)
+    model = nn.Sequential(nn.Embedding(ITEMS, WIDTH, dtype=rows, device=device))
+    model[0].load_state_dict(plain.state_dict())
+    te.replace_embedding_bags(model, optimizer=OPTIM.SGD(model.parameters(), lr=0.1), capacity=7)
+    x = torch.arange(2 * WIDTH, device=device).reshape(2, WIDTH).to(dtype)
+    with torch.autocast(torch.device(device).type, autocast, enabled=autocast is not None):
+        if dtype not in (torch.float64, torch.int64) and (autocast is not None or dtype == rows):
+            monkeypatch.setattr(Span, "whole", lambda span: pytest.fail("all rows were read as one tensor"))
+            made, expected = x @ model[0].weight.T, x @ plain.weight.T
+            assert made.dtype == expected.dtype
+            torch.testing.assert_close(made, expected)
+            return
+        for weight in (plain.weight, model[0].weight):
+            with pytest.raises(RuntimeError, match="dtype"):
+                x @ weight.T
 
 
 def test_a_loss_that_is_not_finite_is_skipped_by_a_scaler(device):

@@ -11,7 +11,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.conversion.carried import Carried, carried
 from tieredemb.conversion.found import Found
-from tieredemb.errors import ConfigError, shown
+from tieredemb.errors import ConfigError, naming, shown
 from tieredemb.tables.torch_kinds import Optimizer, ToFollow, as_numbers, config_of, row_config, unwrapped
 
 Optimizers = Optimizer | Sequence[torch.optim.Optimizer]
@@ -93,5 +93,6 @@ def _by_weight(found: Found, optimizers: list[torch.optim.Optimizer]) -> Assigne
             f"in one"
         )
     ((optimizer, group),) = places
-    config = config_of(type(optimizer), as_numbers(group))
+    with naming(f"the weight of {found.shown}"):
+        config = config_of(type(optimizer), as_numbers(group))
     return Assigned(ToFollow(config), config, optimizer, found.module.weight.requires_grad)

@@ -14,7 +14,7 @@ from torch import nn
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Placement, Policy, TableConfig, Written, is_whole
 from tieredemb.conversion.assignment import Assigned
 from tieredemb.conversion.found import Found, initial_values
-from tieredemb.errors import ConfigTypeError, shown
+from tieredemb.errors import ConfigTypeError, naming, shown
 from tieredemb.kernels.row_format import Encoding
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.lookup.options import LookupOptions
@@ -156,9 +156,10 @@ def _table(found: Found, init: Init, settings: Settings, *, is_alone: bool) -> T
     module = found.module
     rows, width = module.weight.shape
     mode = cast("Mode", module.mode if isinstance(module, nn.EmbeddingBag) else "sum")
-    check_scaling(mode, module.scale_grad_by_freq)
-    return TableConfig(
-        name="weight" if is_alone else found.name,
+    with naming(found.shown):
+        check_scaling(mode, module.scale_grad_by_freq)
+    table = TableConfig(
+        name=found.name or "weight",  # by which it is refused, whatever it is called
         num_embeddings=rows,
         embedding_dim=width,
         mode=mode,
@@ -166,6 +167,7 @@ def _table(found: Found, init: Init, settings: Settings, *, is_alone: bool) -> T
         init=init if found.is_meta or not callable(init) else Written(),  # a function would fill rows in vain
         placement=settings.placement,
     )
+    return replace(table, name="weight") if is_alone else table
 
 
 def _sharer(config: TableSetConfig) -> Sharer:

@@ -12,8 +12,8 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.conversion.found import Found
-from tieredemb.errors import ConfigError, UnsupportedError, shown
-from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
+from tieredemb.errors import ConfigError, UnsupportedError, naming, shown
+from tieredemb.tables.torch_kinds import CLOSEST, as_numbers, config_of, kind_of
 
 _HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # where torch keeps them, and so the weights, for good
 _LISTS = ("_in_backward_optimizers", "_overlapped_optimizers")
@@ -78,8 +78,8 @@ def carried(found: Found) -> Carried | None:
         raise UnsupportedError(
             f"the weight of {found.shown} carries {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
             f"no param group of it and only names an optimizer for others to run: pass the one of tieredemb that is "
-            f"meant, as optimizer=tieredemb.SparseAdam(lr=…) for FBGEMM's Adam (docs/guides/optimizers.md, under 'If "
-            f"you have another optimizer'). Nothing was changed"
+            f"meant, as optimizer=tieredemb.SparseAdam(lr=…) for FBGEMM's Adam (others: {CLOSEST}). Nothing was changed"
         )
-    config, kind = config_of(type(optimizer), as_numbers(groups[0])), kind_of(type(optimizer))
+    with naming(f"the weight of {found.shown}"):
+        config, kind = config_of(type(optimizer), as_numbers(groups[0])), kind_of(type(optimizer))
     return Carried(config, dict(optimizer.state.get(weight, {})), kind.remark)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.errors import ConfigError, ConfigTypeError, UnsupportedError, shown
 
 STATE_DTYPE = np.dtype(np.uint32)
 VECTOR_BYTES = 16  # that a thread of a GPU reads at once, at most
@@ -76,12 +76,15 @@ _PLAIN = {
 CARRIERS: dict[torch.dtype, np.dtype[Any]] = {dtype: encoding.carrier for dtype, encoding in _PLAIN.items()}
 
 
-def encoding_of(dtype: torch.dtype | Encoding) -> Encoding:
-    """The encoding that a dtype of rows stands for. Raises `ConfigError` for one of which there are no rows."""
+def encoding_of(dtype: torch.dtype | Encoding, of: str = "the rows") -> Encoding:
+    """The encoding that a dtype of rows stands for. Raises `ConfigError`, which says whose rows they are (`of`), for
+    one of which there are no rows, and for what is no dtype."""
     if isinstance(dtype, Encoding):
         return register(dtype)
-    if dtype not in _PLAIN:
-        raise ConfigError(f"dtype {dtype} is not supported for rows; use one of {', '.join(map(str, _PLAIN))}")
+    if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN:
+        kind = ConfigError if isinstance(dtype, torch.dtype) else ConfigTypeError
+        allowed = ", ".join(map(str, _PLAIN))
+        raise kind(f"dtype of {of} must be one of {allowed}, got {shown(dtype)}; pass one of them as dtype=")
     return _PLAIN[dtype]
 
 

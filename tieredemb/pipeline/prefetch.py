@@ -64,6 +64,15 @@ class Prefetch(Generic[B]):
         self.autotuner = autotuner_of(self.modules.values(), depth)
         self._model = model
 
+    @property
+    def left_to_step(self) -> bool:
+        """Whether a captured step has planned for a loop over this model before."""
+        return self._model in _LEFT_TO_STEPS
+
+    def leave_to_step(self) -> None:
+        """A captured step plans for a loop."""
+        _LEFT_TO_STEPS.add(self._model)
+
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
@@ -162,7 +171,8 @@ class Run(Generic[B]):
         self._prefetch = prefetch
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
-        self._lookups = named
+        # a captured step that plans by itself again takes the loop over with its first batch: plans before are in vain
+        self._lookups = None if prefetch.left_to_step else named
         self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
         self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
@@ -201,6 +211,10 @@ class Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
+        if self._lookups is None and self.named is not None:
+            self._lookups = self.named
+            for fetched in self.queue:
+                self._plan(fetched)
         if not current.planned and not self._observed:
             return
         planned = sum(each.count for _, each in current.planned)
@@ -259,6 +273,7 @@ class Run(Generic[B]):
                 stacklevel=3,
             )
         self._planners.append(drop_plans)
+        self._prefetch.leave_to_step()
         self._listen(False)
         self._observed.clear()
         self._drop_all()
@@ -311,6 +326,7 @@ def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:
     return {module.planned for module in prefetch.modules.values()}
 
 
+_LEFT_TO_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for whose loops captured steps have planned
 _RUNNING: list[weakref.ref[Run[Any]]] = []  # one whose beginning was interrupted goes when nobody has it
 
 

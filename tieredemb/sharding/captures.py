@@ -66,12 +66,8 @@ class Captures(Agreement):
         return self._context.id_bounds
 
     def takes(self, given: Sequence[Given]) -> bool:
-        context, fits = self._context, True
-        for each in given:
-            most, bounds = self._count(each), context.bounds(None)
-            fits &= bounds is not None and take(bounds, most)
-            context.warn_if_longer(most)
-        return fits
+        bounds, most = self._context.bounds(None), [self._count(each) for each in given]
+        return bounds is not None and all(take(bounds, each) for each in most)
 
     def _count(self, given: Given) -> list[Most]:
         device = self._context.device
@@ -83,13 +79,12 @@ class Captures(Agreement):
         return self._finder.room()
 
     def took(self, calls: Sequence[object]) -> bool:
-        context, fits = self._context, True
+        fits = True
         for call in calls:
             if isinstance(call, LastingCall) and call.told is not None:
                 most = self._finder.most(call.told)
-                context.most_rows = max(context.most_rows, *(each.rows for each in most))
+                call.note_rows(most)
                 fits &= call.form is not None and take(call.form, most)
-                context.warn_if_longer(most)
         return fits
 
     def are_as_now(self, calls: Sequence[object]) -> bool:

@@ -15,6 +15,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.header import Most
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy
@@ -96,6 +97,14 @@ class LastingCall(ShardedCall):
         self.memory = memory
         self._use.made()
         self._plans: list[DeviceCall] = []
+
+    def _note_asked(self, most: Sequence[Most]) -> None:
+        super()._note_asked(most)
+        self.note_rows(most)
+
+    def note_rows(self, most: Sequence[Most]) -> None:
+        """Notes how many rows a batch asks for: later graphs have room for as many to come back."""
+        self.context.most_rows = max(self.context.most_rows, *(each.rows for each in most))
 
     @property
     def _captures(self) -> Captures:

@@ -55,7 +55,8 @@ class Agreement(abc.ABC):
 
     @abc.abstractmethod
     def took(self, calls: Sequence[object]) -> bool:
-        """The same of the `calls` that a graph has planned, which is over: of more ids it has planned some."""
+        """The same of the `calls` that a graph has planned, which is over: of more ids it has planned some. What they
+        look up counts for the room that later graphs have."""
 
     @abc.abstractmethod
     def are_as_now(self, calls: Sequence[object]) -> bool:

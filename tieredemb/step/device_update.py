@@ -435,7 +435,7 @@ def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
         )
 
 
-def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
+def combined(collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
     """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
     calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     for call, grad in zip(calls, grads, strict=True):

@@ -69,7 +69,7 @@ def _norm_on_device(totals: torch.Tensor, group: DeviceGroup, g: int, collected:
     from tieredemb.lookup.gradient_norm import occurrence_powers
     from tieredemb.step.device_update import combined
 
-    batch, tickets = combined(group, collected, g)
+    batch, tickets = combined(collected, g)
     with on_device(group.config.device), group.cache.using(*tickets):
         powers = occurrence_powers(
             group.lookup, batch.homes, batch.bag, batch.samples, batch.grad, batch.scale, batch.argmax, norm_type

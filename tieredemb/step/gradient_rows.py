@@ -201,7 +201,7 @@ def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> list[Ro
     from tieredemb.lookup.gradient_rows import occurrence_sums
     from tieredemb.step.device_update import combined
 
-    batch, tickets = combined(group, collected, g)
+    batch, tickets = combined(collected, g)
     with on_device(group.config.device), group.cache.using(*tickets):
         first = first_occurrences(batch.homes)
         sums = occurrence_sums(group.lookup, first, batch.bag, batch.samples, batch.grad, batch.scale, batch.argmax)

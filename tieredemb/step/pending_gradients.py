@@ -213,7 +213,7 @@ class PendingGradients:
             return
         self._check_assigned(table, value)
         if not isinstance(value, TableGradient):
-            self._take(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
+            self._take(table, value)
             return
         known = value.known
         is_here = self.is_there and table not in self._dropped and table not in self._owned
@@ -224,11 +224,10 @@ class PendingGradients:
                 now.copy_(known.own)
                 known.own = None
         elif known.is_bound:
-            self._take(table, of_rows(rows := known.rows()), rows)  # that of another table
+            self._take(table, of_rows(known.rows()))  # that of another table
         elif value is not self._owned.get(table):
-            rows = known.rows()
-            known.become(rows)
-            self._take(table, value, rows)
+            known.become(known.rows())
+            self._take(table, value)
 
     def _check_assigned(self, table: int, value: object) -> None:
         config = self._tables.placed.now.config
@@ -259,10 +258,10 @@ class PendingGradients:
         bound = self._gradients.get(table)
         if bound is None or bound.known is not known:
             bound = TableGradient((rows.count, rows.values.shape[1]), rows.values.device, known)
-        self._take(table, bound, rows)
+        self._take(table, bound)
 
-    def _take(self, table: int, value: torch.Tensor, rows: GradientRows) -> None:
-        """`value`, which is `rows`, is the gradient of a table from here on."""
+    def _take(self, table: int, value: torch.Tensor) -> None:
+        """`value` is the gradient of a table from here on."""
         self._check_one_rank()
         if not self.is_there:
             self._dropped = set(range(self._count))

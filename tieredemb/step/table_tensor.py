@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.tracing import RESTORE, untraced
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of, one_by_one
@@ -559,7 +560,8 @@ def _of_span(x: torch.Tensor, table: TableTensor, span: Span) -> torch.Tensor | 
     """The product, where torch has one of such shapes, dtypes and devices; None where it is to refuse them."""
     if x.shape[-1] != table.shape[-1] or x.device != table.device or not span.chunks:
         return None
-    if x.dtype != table.dtype and not torch.is_autocast_enabled(x.device.type):
+    is_cast = x.dtype in CARRIERS and torch.is_autocast_enabled(x.device.type)
+    if x.dtype != table.dtype and not is_cast:
         return None
     return product(x, span)
 

@@ -26,7 +26,7 @@ from tieredemb.config import (
     is_whole,
     keep_plain,
 )
-from tieredemb.errors import ConfigError, ConfigTypeError, shown
+from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.kernels import check_device
 from tieredemb.kernels.row_format import CARRIERS, Encoding, encoding_of
 from tieredemb.lookup.rounding import ROUNDINGS, Rounding
@@ -72,8 +72,8 @@ class TableSetConfig:
         check_device(self.device)
         keep_plain(self)
         object.__setattr__(self, "capacity", as_capacity(self.capacity))
-        _check_dtype(self.dtype)
-        _check_rounding(self.rounding, self.dtype)
+        of = shown_tables([table.name for table in self.tables], self.label)
+        _check_rounding(self.rounding, encoding_of(self.dtype, of), of)
         if self.outputs is not None and not (isinstance(self.outputs, torch.dtype) and self.outputs in CARRIERS):
             allowed = ", ".join(map(str, CARRIERS))
             raise ConfigError(f"output_dtype must be one of {allowed}, got {shown(self.outputs)}")
@@ -103,19 +103,18 @@ def as_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device must be 'cpu', 'cuda', 'cuda:N' or a torch.device, got {shown(device)}") from error
 
 
-def _check_dtype(dtype: torch.dtype | Encoding) -> None:
-    """Raises `ConfigError` unless it is one; of which there are rows, `encoding_of` knows."""
-    if not isinstance(dtype, torch.dtype | Encoding):
-        raise ConfigTypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
+def shown_tables(names: list[str], label: str) -> str:
+    """Tables of these names, as a message names them: one by itself, which is called "weight", by its label."""
+    names = [label] if names == ["weight"] and label else names
+    return f"table{'s' * (len(names) > 1)} {some_of(names)}"
 
 
-def _check_rounding(rounding: Rounding, dtype: torch.dtype | Encoding) -> None:
-    """Raises `ConfigError` unless rows of `dtype` can be rounded so."""
+def _check_rounding(rounding: Rounding, encoding: Encoding, of: str) -> None:
+    """Raises `ConfigError`, which says whose rows they are (`of`), unless rows of `encoding` can be rounded so."""
     check_one_of("rounding", rounding, ROUNDINGS)
-    encoding = encoding_of(dtype)
     if rounding == "stochastic" and (not encoding.is_direct or encoding.dtype.itemsize != 2):
         raise ConfigError(
-            f"rounding='stochastic' is for rows of 16 bits, these are of {encoding.name}; pass "
+            f"rounding='stochastic' is for rows of 16 bits, those of {of} are of {encoding.name}; pass "
             f"dtype=torch.bfloat16 or torch.float16, or leave rounding out"
         )
 
@@ -126,10 +125,11 @@ def _check_keys(tables: Sequence[TableConfig]) -> None:
     for table in tables:
         rows[table.embedding_dim] += table.num_embeddings
     for width, number in rows.items():
+        names = [table.name for table in tables if table.embedding_dim == width]
         if number > MAX_ROWS:
             raise ConfigError(
-                f"the tables of width {width} have {number} rows together; at most {MAX_ROWS} share a cache: lower "
-                f"num_embeddings, or give some of them to another module"
+                f"the tables of width {width} ({some_of(names)}) have {number} rows together; at most {MAX_ROWS} "
+                f"share a cache: lower num_embeddings, or give some of them to another module"
             )
 
 

@@ -29,7 +29,7 @@ from tieredemb.lookup.rounding import draws_of
 from tieredemb.storage.base import ColdRows, HotArrays, RowLayout, RowOpener
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
-from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.config import TableSetConfig, shown_tables
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -69,7 +69,12 @@ class Group(abc.ABC):
         self.clients: tuple[int, ...] = ()
         tables = [config.tables[t] for t in space.tables]
         layout = row_layout(config, space.rows, space.width)
-        self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
+        self.slots = slots_for(
+            capacity,
+            rows=layout.rows,
+            slot_bytes=slot_bytes(layout, config.device),
+            of=shown_tables([table.name for table in tables], config.label),
+        )
         self.resident = resident_tables(tables, self.slots, config.device)
         self.identity = identity_of(config, tables)
         opened = not isinstance(rows, ColdRows)

@@ -30,7 +30,8 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
         budget, least = parse_bytes(capacity), sum(each.slot_bytes for each in sharers)
         if budget < least:
             raise ConfigError(
-                f"capacity {capacity!r} holds no row of each of {len(sharers)} caches; one of each takes {least} bytes"
+                f"capacity {capacity!r} holds no row of each of {len(sharers)} caches; one of each takes {least} "
+                f"bytes; raise the capacity, or give the tables fewer widths"
             )
         total = sum(each.rows * each.slot_bytes for each in sharers)
         return [max(1, (budget - least) * each.rows // total) for each in sharers]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.errors import ConfigError, UnsupportedError, shown
+from tieredemb.errors import ConfigError, UnsupportedError, in_documentation, shown
 from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam, AdamW
 from tieredemb.lookup.optimizers.adamax import Adamax
@@ -55,6 +55,7 @@ def _tensor_step(step: int) -> torch.Tensor:
 
 _NEITHER = {"maximize": False, "differentiable": False}
 _NOR_MAXIMA = {"amsgrad": False, **_NEITHER}
+CLOSEST = in_documentation("Optimizers", "If you have another optimizer")
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 KINDS: dict[type[torch.optim.Optimizer], Kind] = {
@@ -154,8 +155,8 @@ def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
         which = f", a subclass of torch.optim.{base.__name__} that may do anything" if base else ""
         raise UnsupportedError(
             f"tables cannot follow {optimizer.__name__}{which}; they can follow {known()}, or be updated in backward "
-            f"by one of tieredemb's {', '.join(OptimizerConfig.known())}. What to use in place of another optimizer is "
-            f"in docs/guides/optimizers.md, under 'If you have another optimizer'"
+            f"by one of tieredemb's {', '.join(OptimizerConfig.known())}. Give the tables one of these, and leave the "
+            f"dense layers the optimizer that they have. Which of them is closest to which optimizer: {CLOSEST}"
         )
     return kind
 

@@ -50,6 +50,7 @@ from tieredemb.storage.checkpoint.manifest import (
 from tieredemb.storage.checkpoint.parts import KeyPart, part_name, space_of
 from tieredemb.storage.file.header import difference, jsonable, layout_fields, plain_metadata
 from tieredemb.storage.file.io import fsync_directory, pread_all, pwrite_all
+from tieredemb.storage.refused import refused
 from tieredemb.storage.system import system
 
 Spaces = Mapping[str, ColdRows]
@@ -484,7 +485,8 @@ def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
                 f"no space left while {doing} the checkpoint in {path!r}: the last one is "
                 "untouched; it needs space for two at a time"
             ) from error
-        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {error}") from error
+        said = refused(error, path, writes=doing == "saving")
+        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {said}") from error
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tieredemb.errors import StorageError, StorageFullError, TieredEmbError
+from tieredemb.storage.refused import refused
 from tieredemb.storage.system import system
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,7 +34,7 @@ def storage_errors(path: str, doing: str) -> Iterator[None]:
                 f"no space left while {doing} {path!r}; free space on its filesystem and try again: nothing is lost "
                 "while this process has the rows"
             ) from error
-        raise StorageError(f"{doing} {path!r} failed: {error}") from error
+        raise StorageError(f"{doing} {path!r} failed: {refused(error, path)}") from error
 
 
 def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -295,4 +295,11 @@ def _created(path: str) -> FileLock:
         raise StorageLockedError(
             f"{path!r} was created by another process while it was being opened; try again"
         ) from error
-    return locked(path, file)
+    try:
+        return locked(path, file)
+    except StorageLockedError:  # whose file it is now
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            system.unlink(path)
+        raise
