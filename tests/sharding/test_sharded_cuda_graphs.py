@@ -147,6 +147,19 @@ def test_captured_steps_learn_how_many_ids_they_request(with_itself, replayed, s
     compare(MIXED, replayed, sharding=sharding, ahead=ahead, max_ids=None)
 
 
+@pytest.mark.parametrize("max_ids", [LONGEST, None])
+def test_steps_that_go_ahead_learn_how_many_rows_come_back(with_itself, max_ids):
+    """A row comes back once, however many ids of a batch are its."""
+    ranks = Run(MIXED, sharding="rows", max_ids=max_ids)
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    for batch in te.prefetch(batches(MIXED, 20), ranks.table):
+        train(batch)
+    context = ranks.table._ranks._context
+    assert context.row_bound is not None
+    assert context.row_bound < max(context.id_bounds) or max_ids is None
+    ranks.table.close()
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
 def test_captured_steps_weigh_samples(with_itself, replayed, sharding, ahead):

@@ -152,3 +152,25 @@ def test_a_copied_checkpoint_is_that_checkpoint(worlds, tmp_path):
 def loads(rank, size, where):
     model = collection("SGD")
     return raised(lambda: model.load_checkpoint(f"{where}/{'step1' if rank else 'copy'}"))
+
+
+def opens_otherwise(rank, size, where):
+    """Opens files of small tables that were held whole without saying so, and then as they were written."""
+    given = {"capacity": 0.2, "optimizer": OPTIMIZERS["SGD"], "average": False, "storage": te.File(f"{where}/rows")}
+    model = te.ShardedTieredEmbeddingBagCollection(TABLES, sharding=te.TableWise(), **given)
+    train(model, rank, 0, 2)
+    rows = model.state_dict()
+    model.close()
+    error = raised(lambda: te.ShardedTieredEmbeddingBagCollection(TABLES, **given))
+    model = te.ShardedTieredEmbeddingBagCollection(TABLES, sharding=te.TableWise(), **given)
+    again = model.state_dict()
+    model.close()
+    return error, rows, again
+
+
+def test_files_of_another_sharding_are_refused_by_its_name_and_kept(worlds, tmp_path):
+    for (kind, text), rows, again in worlds(2).run(opens_otherwise, str(tmp_path)):
+        assert kind == "StorageFormatError"
+        assert "pass that (earlier versions held tables of less than 1 MiB whole: TableWise())" in text
+        assert rows.keys() == again.keys()
+        assert all(torch.equal(rows[name], again[name]) for name in rows)

@@ -92,7 +92,7 @@ class Step:
         pass
 
     @contextlib.contextmanager
-    def capture(self, graph, pool):
+    def capture(self, graph):
         self.did.append("capture")
         if self.fails == "capture":
             raise ValueError("the step's own")

@@ -33,7 +33,7 @@ class Autotuner:
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self.ahead = True
-        self._device = device
+        self.device = device
         self._settle = SETTLE + depth
         self._between = AGAIN
         self._left = FIRST  # steps until a trial begins
@@ -62,7 +62,7 @@ class Autotuner:
     def _note(self) -> None:
         """A span begins, or ends."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         self._stages = self._stages or [[]]
         self._stages[-1].append(event)
         self._wait = SPAN - 1

@@ -67,6 +67,7 @@ class StepFunction(Generic[R]):
         self.locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._torch_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose step it calls
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
@@ -180,18 +181,20 @@ class StepFunction(Generic[R]):
         return result
 
     @contextlib.contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-        """Captures what is launched inside. Its caller holds `locks`, until a replay has done what the capture has put
-        on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
-        the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
-        `synchronize` does. What fails inside leaves all as it was. Raises `UnsupportedError`, before anything is
-        captured, where an earlier graph of autograd's would end the capture, or a torch optimizer's step."""
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Captures what is launched inside, into the memory of the step's other graphs, of which one runs at a time.
+        Its caller holds `locks`, until a replay has done what the capture has put on the caches' books: another
+        thread's call would become part of the graph, or end it. Threads that use none of the caches, such as a loader's
+        that pins memory, may go on, but not wait for the whole device, as torch's `synchronize` does. What fails inside
+        leaves all as it was. Raises `UnsupportedError`, before anything is captured, where an earlier graph of
+        autograd's would end the capture, or a torch optimizer's step."""
         self.before_replay()  # what the host has to say is said outside
         self._leaves.check_free()
         check_optimizers(self._torch_optimizers)
-        captured = Capture(graph, self._captures, pool)
+        captured = Capture(graph, self._captures, next((each.pool() for each in self._graphs), None))
         with self._leaves.grads_kept(), capture_lock(self.device), no_collector(), captured:
             yield
+        self._graphs.add(graph)
 
     def before_replay(self) -> None:
         """What the host does at a forward and at an update, which a replay is neither of."""

@@ -45,7 +45,8 @@ class GraphStep(Generic[R]):
         self._max_ids = max_ids
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
         self._rings: dict[int, Ring[R]] = {}  # by how many batches they go ahead
-        self._autotuner: Autotuner | None = None  # finds out whether going ahead pays, where it may, or may not
+        # finds out whether going ahead of the batches of a loop pays; of several ranks there is none: they always do
+        self._autotuner: Autotuner | None = None
         self._agreement: Agreement | None = None  # where several ranks do the step together
         self._summary = StepSummary()
 
@@ -84,6 +85,11 @@ class GraphStep(Generic[R]):
             # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
             if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):
                 raise
+        except Exception:
+            if not (loop is not None and reach == 0 and ring.has_failed_to_capture):
+                raise
+            self._autotuner = None  # the loop goes on as before the trial, whose way cannot be captured: of that
+            return self(batch)  # nothing has happened
         larger = step.buffers.larger_for(batch)
         if larger is None:
             return self._eagerly(step, batch, OTHER_SHAPES)
@@ -113,7 +119,11 @@ class GraphStep(Generic[R]):
         if not drains and (autotuner is None or autotuner.ahead):
             return AHEAD, AHEAD
         planned = self._planned_from(batch)
-        return (AHEAD, planned - 1) if planned else (0, 0)
+        if planned:
+            return AHEAD, planned - 1
+        if AHEAD in self._rings:
+            self._rings[AHEAD].drop_plans()  # of other batches than come now
+        return 0, 0
 
     def _planned_from(self, batch: Any) -> int:
         """How many batches are planned ahead, if `batch` is the first of them; else 0."""
@@ -195,7 +205,8 @@ class GraphStep(Generic[R]):
             raise failed
         if is_clear:
             self._step, self._agreement = step, agreement
-            if self._autotuner is None and agreement is None:
+            known = self._autotuner
+            if agreement is None and (known is None or known.device != step.device):
                 self._autotuner = Autotuner(step.device, AHEAD)
             step.number = 0 if agreement is None else agreement.begin_step()
 

@@ -11,9 +11,9 @@ Where the cache has room for the rows of three batches, a plan gives away slots 
 what is missed, and slots are given away when the rows come, at the beginning of the next replay: the batch that was
 computed by then locks nothing any more, and no hit is lost for going ahead.
 
-So the way to cold storage rests between two replays alone, and where slots are given away late. Few multiprocessors
-saturate that way. Several widths share these, and their rows come side by side: one that came behind another would
-find all multiprocessors busy with what computes.
+So the way to cold storage rests between two replays alone, and where slots are given away late. A few multiprocessors
+are enough to saturate it. Several widths share these, and their rows come side by side: one that came behind another
+would find all multiprocessors busy with what computes.
 
 A plan has a memory of its own for what is to come (`Moving` in cache/plan.cuh), as the next plan counts in others.
 Rows that are left for later stay on the books until the replay that fills them was launched. To fill them again
@@ -90,6 +90,7 @@ class Ring(Generic[R]):
         self._books = step.caches if reach else []  # caches that learn of replays: these leave batches in flight
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
+        self.has_failed_to_capture = False  # ever
         self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
         self._warned = False
         self._was_fresh = self._could = False  # of the last call: nothing in its way was in flight; it could be a graph
@@ -400,12 +401,14 @@ class Ring(Generic[R]):
         """Begins to fill what the last plan has missed, on the stream that is current; what has to come before the
         next plan comes on one of its own, or on the one for plans. Returns the caches."""
         caches = [cache for cache in given if isinstance(cache, DeviceCache)]
-        device = self._step.device
+        device, moving = self._step.device, 1
+        if torch.cuda.is_current_stream_capturing():  # else they move their rows one after the other
+            moving = max(1, sum(cache.unfinished > 0 for cache in caches))
         side_by_side(device, [cache.place_last for cache in caches], "placing")
         self._publishing.wait_stream(torch.cuda.current_stream())
         with on_stream(self._publishing):
             side_by_side(device, [cache.publish_last for cache in caches], "publishing")
-        side_by_side(device, [functools.partial(cache.complete_last, len(caches)) for cache in caches], "moving")
+        side_by_side(device, [functools.partial(cache.complete_last, moving) for cache in caches], "moving")
         return caches
 
     def _capture(self, arenas: Sequence[Arena[R]], known: list[PlannedCall], named: Lookups | None) -> R:
@@ -421,11 +424,10 @@ class Ring(Generic[R]):
             with ExitStack() as caches:
                 for cache in books:
                     caches.enter_context(cache.capturing(_tickets(known, cache)))
-                pools = (arena.graph.graph.pool() for arena in arenas if arena.graph is not None)
                 with (
                     step.on_buffers(),
                     self._exchanging(computing, planning, named),
-                    step.capture(graph, next(pools, None)),
+                    step.capture(graph),
                     forked(self._executor.stream) if self.reach else nullcontext(),
                 ):
                     result = self._plan_and_compute(computing, [planning], named, captured=True)
@@ -445,6 +447,7 @@ class Ring(Generic[R]):
                 call.mark_arrived()  # nothing of it has run
             step.after_capture()
             self.drop_plans()
+            self.has_failed_to_capture = True
             if isinstance(error, NotCapturableError):  # the next call shows whether others have taken its place
                 self._left = 1
             self._explain(error)

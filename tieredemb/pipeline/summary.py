@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 # why a call ran the function itself
 FIRST = "the first batch, which shows what the function looks up"
 WARM_UP = "warm-up before a capture"
-NOTHING_AHEAD = "the next two batches were not known, or not planned, as where a loop begins or ends"
+NOTHING_AHEAD = (
+    "the next two batches were not known, or not planned, as where a loop begins or ends, or a step stops going ahead"
+)
 IN_FLIGHT = "other batches were in flight, or something else was planned or moved since the last call"
 OTHER_PLANS = "its plans were of another kind than those that were captured"
 OTHER_RANK = "another rank could neither replay nor capture"

@@ -25,7 +25,7 @@ from tieredemb.config import (
     plain,
     without_functions,
 )
-from tieredemb.errors import ConfigError, UnsupportedError, shown
+from tieredemb.errors import ConfigError, StorageFormatError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import Places
@@ -221,7 +221,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         ]
         labels = [f"width{width}-rank{rank}of{self.layout.size}" for width in widths]
         fills = any(callable(table.init) for each in own for table in each)
-        with config.storage.opening(labels, fills=fills, gather=exchange.of_all) as rows:
+        with self._known_sharding(), config.storage.opening(labels, fills=fills, gather=exchange.of_all) as rows:
             for each, label, held, share in zip(members, labels, own, shares(config.capacity, sharers), strict=True):
                 its_config = table_set_config(
                     held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
@@ -232,6 +232,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                     self._over_ranks, rows=rows,
                 )  # fmt: skip
                 made.append(shard)
+
+    @contextlib.contextmanager
+    def _known_sharding(self) -> Iterator[None]:
+        """Says of row files of other tables that they may be those of another sharding, where it was left out."""
+        try:
+            yield
+        except StorageFormatError as error:
+            if self.layout.size == 1 or not any(self.layout.is_default):
+                raise
+            raise StorageFormatError(
+                f"{error}. Rows of all tables are dealt out, the default; if the files were written with other "
+                f"sharding=, pass that (earlier versions held tables of less than 1 MiB whole: TableWise())"
+            ) from error
 
     def _make_hook(self) -> torch.Tensor:
         with no_inference():

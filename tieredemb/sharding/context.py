@@ -121,10 +121,10 @@ class ShardedContext:
         is to be."""
         if self.max_ids is not None:
             return
-        known, largest = self._learned or (0,) * len(most), MOST_ENTRIES // self.exchange.size
+        known = self._learned or (1,) * len(most)
         self._learned = tuple(
-            bound if each.ids <= bound else min(with_room(each.ids), largest)
-            for bound, each in zip(known, most, strict=True)
+            bound if each.ids <= bound or each.ids > largest else min(with_room(each.ids), largest)
+            for bound, each, largest in zip(known, most, self._largest, strict=True)
         )
 
     def know_rows(self, most: int) -> None:
@@ -249,15 +249,20 @@ class ShardedContext:
 
     def check_room(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
-        ranks, its = self.exchange.size, iter(bounds)
-        for shard in self.shards:
-            ids = max(next(its).ids for _ in shard.parts)
-            most = min(MOST_ENTRIES, MAX_BAGS // len(shard.space.features)) // ranks
-            if ids > most:
+        ranks, widths = self.exchange.size, (shard.space.width for shard in self.shards for _ in shard.parts)
+        for bound, most, width in zip(bounds, self._largest, widths, strict=True):
+            if bound.ids > most:
                 raise InvalidInputError(
-                    f"a rank requests {ids} ids of another in the tables of width {shard.space.width}; {ranks} ranks "
-                    f"may request {most} at most of each other: split the batch. Nothing was changed"
+                    f"a rank requests {bound.ids} ids of another in the tables of width {width}; {ranks} ranks may "
+                    f"request {most} at most of each other: split the batch. Nothing was changed"
                 )
+
+    @property
+    def _largest(self) -> list[int]:
+        """Of each part, how many ids of a rank an owner can plan at most."""
+        of_shards = [min(MOST_ENTRIES, MAX_BAGS // len(shard.space.features)) for shard in self.shards]
+        ranks = self.exchange.size
+        return [most // ranks for most, shard in zip(of_shards, self.shards, strict=True) for _ in shard.parts]
 
     def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[Most]]:
         """What `find` finds. Waits for the current stream."""

@@ -20,7 +20,7 @@ class RowWise:
     """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
     (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too. A lookup exchanges a
     row for each different id of a rank's batch, and its backward a gradient for each occurrence. Where bags have one
-    id that is never more than `TableWise` exchanges, and of a small table far less: so it is the default.
+    id that is hardly ever more than `TableWise` exchanges, and of a small table far less: so it is the default.
 
     >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.TableWise(rank=0)}
     """

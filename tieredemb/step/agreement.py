@@ -11,7 +11,7 @@ from tieredemb.step.batch import Given
 
 UNKNOWN_IDS = (
     "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be known to fit "
-    "max_ids before it is replayed; compute them before, and put them into the batch"
+    "what the ranks exchange before it is replayed; compute them before, and put them into the batch"
 )
 
 

@@ -73,10 +73,12 @@ def use_of(group: Group, batches: int) -> Use | None:
     scores are no counts of uses. `batches`: since the last look, where all were counted; those that look up in this
     group may be fewer. Changes nothing. Synchronises with a GPU."""
     cache, space = group.cache, group.space
-    scoring, counted, before = cache.scoring, cache.stats(), cache.looked_at
+    scoring, before = cache.scoring, cache.looked_at
     if not scoring.counts_uses:
         return None
-    time, scores, rows_each = _sampled(group)
+    with cache.whole():  # no row moves meanwhile, and nobody closes the storage
+        counted = cache.stats()
+        time, scores, rows_each = _sampled(group)
     score, of_each = _distinct(scores, rows_each, scoring)
     own = counted.batches - before.batches
     most = scoring.most_uses(max(1, time))
@@ -92,11 +94,9 @@ def use_of(group: Group, batches: int) -> Use | None:
 def _sampled(group: Group) -> tuple[int, Array, Array]:
     """The time of the last plan; and of a sample of the rows that were ever used the scores, uint32 (K,), none of them
     zero, and for how many rows each stands. Rows in slots are sampled there, as their cold scores are old."""
-    cache = group.cache
-    with cache.whole():  # no row moves meanwhile, and nobody closes the storage
-        keys, rows_each = _cold_sample(group)
-        time, hot, slots_each, has_slot = cache.sample_scores(MEMORY_SAMPLE, keys)
-        cold = cache.cold.state[keys[~has_slot], -1]
+    keys, rows_each = _cold_sample(group)
+    time, hot, slots_each, has_slot = group.cache.sample_scores(MEMORY_SAMPLE, keys)
+    cold = group.cache.cold.state[keys[~has_slot], -1]
     score = np.concatenate([hot, cold])
     of_each = np.concatenate([np.full(len(hot), slots_each), rows_each[~has_slot]])
     used = score != 0
