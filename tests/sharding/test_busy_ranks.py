@@ -41,11 +41,11 @@ class Busy:
 
 
 @contextlib.contextmanager
-def busy_model(times, *, few=4, patience=0.02, timeout=LONG):
+def busy_model(times, *, shares=True, patience=0.02, timeout=LONG):
     """A model whose rank waits before it reads what its ids are, and whole tables; other settings of `exchange`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "PATIENCE", patience)
-        patch.setattr(exchange, "FEW", few)
+        patch.setenv("TIEREDEMB_PEER_MEMORY", str(int(shares)))
         model = ShardedTieredEmbeddingBagCollection(
             TABLES, sharding=RowWise(), average=False, timeout=timeout, **KEYWORDS
         )
@@ -64,20 +64,20 @@ def busy_model(times, *, few=4, patience=0.02, timeout=LONG):
         model.close()
 
 
-def trains(rank, size, who, few):
+def trains(rank, size, who, shares):
     """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
-    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank in who else 0, few=few) as model:
+    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank in who else 0, shares=shares) as model:
         batches = [batch_of(TABLES, step, rank, samples=seven) for step in range(STEPS)]
         outputs = [step_of(model, batch, weighted=False)[0] for batch in batches]
         weights, state = dict(model.state_dict()), model.fused_optimizer.state_dict()
     return outputs, weights, len(state["state"]), sum(call[1] == Phase.BUSY for call in calls)
 
 
-@pytest.mark.parametrize("few", [1, 4])
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("who", [(0,), (2,), (0, 1, 2)], ids=str)
-def test_ranks_that_are_busy_for_long_train_the_same_bits(worlds, who, few):
+def test_ranks_that_are_busy_for_long_train_the_same_bits(worlds, who, shares):
     outputs, weights = one_process(RANKS, TABLES, STEPS, seven, False, KEYWORDS)
-    found = worlds(RANKS).run(trains, who, few)
+    found = worlds(RANKS).run(trains, who, shares)
     for rank, (its, *_, said) in enumerate(found):
         assert all(equal(one, other) for one, (other, _) in zip(its, outputs[rank], strict=True))
         assert (said > 0) == (rank in who)

@@ -18,7 +18,7 @@ from sharding.test_sharded_failures import LONG, told
 from sharding.worlds import World
 
 import tieredemb as te
-from tieredemb.sharding import construction, exchange
+from tieredemb.sharding import construction
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.layout import RowWise
 
@@ -267,18 +267,19 @@ def test_ranks_in_different_numbers_of_groups_are_refused(worlds):
         assert "different numbers of process groups" in text
 
 
-def is_late(rank, size, few):
-    """Rank 1 is late by more than ranks may take to connect: headers wait for it, of few ranks and of many."""
-    before, construction.CONNECT, exchange.FEW = (construction.CONNECT, exchange.FEW), SHORT, few
-    model = model_of()
-    if rank == 1:
-        time.sleep(1.5 * SHORT.total_seconds())
-    found = told(looks_up, rank, model)
-    model.close()
-    construction.CONNECT, exchange.FEW = before
+def is_late(rank, size, shares):
+    """Rank 1 is late by more than ranks may take to connect: headers wait for it, of one host and of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "CONNECT", SHORT)
+        patch.setenv("TIEREDEMB_PEER_MEMORY", str(int(shares)))
+        model = model_of()
+        if rank == 1:
+            time.sleep(1.5 * SHORT.total_seconds())
+        found = told(looks_up, rank, model)
+        model.close()
     return found
 
 
-@pytest.mark.parametrize("few", [1, 4])
-def test_ranks_wait_for_each_other_for_longer_than_to_connect(worlds, few):
-    assert worlds(3).run(is_late, few) == [None] * 3
+@pytest.mark.parametrize("shares", [True, False])
+def test_ranks_wait_for_each_other_for_longer_than_to_connect(worlds, shares):
+    assert worlds(3).run(is_late, shares) == [None] * 3

@@ -14,7 +14,6 @@ from sharding.test_sharded_training import compare
 from sharding.worlds import kept
 
 import tieredemb as te
-from tieredemb.sharding import exchange
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
@@ -168,17 +167,17 @@ def test_recorded_requests_are_disturbed_by_nothing(worlds, sharding, ahead, max
 
 
 def differs(rank, size, max_ids, how):
-    """Rank 1 alone records nothing, if "never"; headers are exchanged as where ranks are many, if "many"."""
+    """Rank 1 alone records nothing, if "never"; headers go as between hosts, if "hosts"."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
         max_ids=max_ids,
     )  # fmt: skip
-    recorded, outputs, told, few = model._ranks._context.recorded, [], [], exchange.FEW
+    recorded, outputs, told, patch = model._ranks._context.recorded, [], [], pytest.MonkeyPatch()
     if rank == 1 and how == "never":
         recorded.of = lambda batch: None
-    if how == "many":
-        exchange.FEW = 1
+    if how == "hosts":
+        patch.setenv("TIEREDEMB_PEER_MEMORY", "0")
     for step in range(STEPS):
         batch = batch_of(tables, step, rank, samples=seven, shape="ones")
         with calls_of(Exchange, "header") as headers:
@@ -186,14 +185,14 @@ def differs(rank, size, max_ids, how):
         told.append(len(headers))
     weights = dict(model.state_dict())
     model.close()
-    exchange.FEW = few
+    patch.undo()
     return outputs, weights, told
 
 
 @pytest.mark.parametrize("max_ids", [MANY, None])
 def test_ranks_that_record_and_others_that_do_not_exchange_the_same(worlds, max_ids):
-    never, many, all_do = (worlds(2).run(differs, max_ids, how) for how in ("never", "many", ""))
-    for found in (never, many):
+    never, hosts, all_do = (worlds(2).run(differs, max_ids, how) for how in ("never", "hosts", ""))
+    for found in (never, hosts):
         for (outputs, weights, told), (its_outputs, its_weights, its_told) in zip(found, all_do, strict=True):
             assert all(map(equal, outputs, its_outputs))
             assert all(equal(weights[name], its_weights[name]) for name in its_weights)

@@ -13,7 +13,6 @@ from sharding.ranks import batch_of, seven, step_of, tables_of
 
 import tieredemb as te
 from tieredemb.errors import StorageFullError
-from tieredemb.sharding import exchange
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import Phase
@@ -285,9 +284,10 @@ def test_a_rank_that_is_interrupted_leaves_nobody_behind(worlds, where):
         assert seconds < 10
 
 
-def all_at_once(rank, size):
-    """As where ranks are many."""
-    exchange.FEW, few = 1, exchange.FEW
+def between_hosts(rank, size):
+    """As where ranks share no memory."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TIEREDEMB_PEER_MEMORY", "0")
     model = model_of()
     errors = [told(model, *batch_of(TABLES, step, rank, samples=seven)[:2]) for step in range(2)]
     if rank == 0:
@@ -295,19 +295,20 @@ def all_at_once(rank, size):
     else:
         errors.append(told(model, *batch_of(TABLES, 2, rank, samples=seven)[:2]))
     model.close()
-    exchange.FEW = few
+    patch.undo()
     return errors
 
 
-def test_headers_of_many_ranks_are_exchanged_at_once(worlds):
-    found = worlds(3).run(all_at_once)
+def test_headers_of_ranks_that_share_no_memory_go_by_gloo(worlds):
+    found = worlds(3).run(between_hosts)
     assert len({errors[2] for errors in found}) == 1
     assert all(errors[:2] == [None, None] and errors[2] is not None for errors in found)
 
 
-def fails_meanwhile(rank, size, few):
+def fails_meanwhile(rank, size, shares):
     """What rank 1 does while its header is on its way fails; then all go on."""
-    exchange.FEW, before = few, exchange.FEW
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TIEREDEMB_PEER_MEMORY", str(int(shares)))
     model = model_of(timeout=LONG)
     context, started = model._ranks._context, time.monotonic()
 
@@ -320,13 +321,13 @@ def fails_meanwhile(rank, size, few):
         how = {"meanwhile": fails} if number == 1 else {}
         errors.append(told(lambda: context.exchange.header(Phase.FORWARD, number, context.no_counts, **how)))  # noqa: B023
     model.close()
-    exchange.FEW = before
+    patch.undo()
     return errors, time.monotonic() - started
 
 
-@pytest.mark.parametrize("few", [1, 4])
-def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worlds, few):
-    found = worlds(3).run(fails_meanwhile, few)
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worlds, shares):
+    found = worlds(3).run(fails_meanwhile, shares)
     for rank, (errors, seconds) in enumerate(found):
         assert errors[1][0] == "PeerError"
         assert seconds < 10

@@ -89,8 +89,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
-    each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. An
-    eager forward waits for the GPU once, to learn how many ids a rank is asked for at most, and whether one is wrong.
+    each other goes through memory of the host that they share, or by gloo where they share none. In a group of gloo
+    alone rows pass through host memory. An eager forward waits for the GPU once, to learn how many ids a rank is asked
+    for at most, and whether one is wrong.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone

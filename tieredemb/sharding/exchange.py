@@ -4,8 +4,9 @@ Every exchange of a step is announced by a header of fixed size, so that ranks w
 one has failed, learn of it from each other and all raise: nobody waits for what never comes, unless a rank calls
 nothing at all. Then the group's timeout ends the wait.
 
-Hosts tell each other headers, by gloo, also where rows lie on GPUs: no header waits for a GPU, and a rank that has gone
-is noticed before NCCL would wait for it. Rows go from GPU to GPU by NCCL, or, in a group without it, through the hosts.
+Processes tell each other headers without GPUs, also where rows lie there: those of one host in memory that they share,
+others by gloo. So no header waits for a GPU, and a rank that has gone is noticed before NCCL would wait for it. Rows go
+from GPU to GPU by NCCL, or, in a group without it, through the hosts.
 """
 
 from __future__ import annotations
@@ -30,10 +31,8 @@ from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
 from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
-from tieredemb.sharding.messages import Messages
+from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.tables.fingerprint import are_alike
-
-FEW = 4  # ranks that send each other headers one by one
 
 
 class Place(NamedTuple):
@@ -80,8 +79,8 @@ class Exchange:
             weakref.finalize(self, _give_up, self._held)
         self._broken = ""
         self.failures = 0  # that all ranks know of
-        self._mine: torch.Tensor | None = None  # the header that this rank sends
-        self._messages: Messages | None = None
+        self._has_told = False
+        self._mailbox: Mailbox | None = None  # of ranks of one host
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
         self._device: torch.device | None = None  # the GPU here, likewise
 
@@ -143,13 +142,12 @@ class Exchange:
     ) -> tuple[list[list[int]], torch.Tensor]:
         """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words and
         counts). Waits for them."""
-        self._say(words, counts)
         with self._answered(phase):
-            self._send()
+            mine = self._say(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
         with self._answered(phase):
-            theirs = self._received()
+            theirs = self._received(mine)
         return theirs[:, : WORDS - 1].tolist(), theirs
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
@@ -185,30 +183,34 @@ class Exchange:
                 f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
-    def _say(self, words: Sequence[int], counts: Counts) -> None:
-        """Writes each rank's row of `_mine`, which is made once, as are the messages of few ranks."""
-        said = [*words, *counts.words]
-        if self._mine is None:
-            self._mine = torch.empty((self.size, len(said)), dtype=torch.int64, device="cpu")
-            if self.size <= FEW:
-                self._messages = Messages(self.group, self.rank, self._mine, self.timeout)
-                self._held.append(self._messages)
-        self._mine.numpy()[:] = said
+    def _say(self, words: Sequence[int], counts: Counts, phase: Phase) -> torch.Tensor:
+        """Tells the ranks of this host, and returns, int64 (words,), what this rank tells; others are told where theirs
+        is received."""
+        mine = torch.tensor([*words, *counts.words], dtype=torch.int64, device="cpu")
+        if not self._has_told:
+            self._has_told = True
+            self._mailbox = self._open_mailbox(len(mine), phase)
+        if self._mailbox is not None:
+            self._mailbox.send(mine.numpy())
+        return mine
 
-    def _send(self) -> None:
-        """Sends each rank its row: of few ranks one by one, as gloo hands an exchange of all to a thread, which it then
-        has to wake."""
-        if self._messages is not None:
-            self._messages.send()
-
-    def _received(self) -> torch.Tensor:
-        """Those that come, of ranks of which this one has sent its own."""
-        if self._messages is not None:
-            return self._messages.receive()
-        assert self._mine is not None
-        theirs = torch.empty_like(self._mine)
-        dist.all_to_all_single(theirs, self._mine, group=self.group)
+    def _received(self, mine: torch.Tensor) -> torch.Tensor:
+        """What all ranks tell, int64 (W, words)."""
+        if self._mailbox is not None:
+            return torch.from_numpy(self._mailbox.receive())
+        theirs = torch.empty((self.size, len(mine)), dtype=torch.int64, device="cpu")
+        dist.all_to_all_single(theirs, mine.repeat(self.size, 1), group=self.group)
         return theirs
+
+    def _open_mailbox(self, words: int, phase: Phase) -> Mailbox | None:
+        """Of all ranks alike: None where they are on several hosts, or share no memory."""
+        place = f"{socket.gethostname()} {_shared_by_processes()}" if shares_memory() else uuid.uuid4().hex
+        box = open_box(self.size, words, self.rank, place, lambda value: self.every(value, phase))
+        if box is None:
+            return None
+        mailbox = Mailbox(box, self.rank, Connections(self.group, range(self.size)), self.timeout)
+        self._held.append(mailbox)
+        return mailbox
 
     @contextlib.contextmanager
     def _answered(self, phase: Phase) -> Iterator[None]:
@@ -466,6 +468,11 @@ def _problem_of(timeout: Any) -> str:
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return ""
     return f"timeout must be a datetime.timedelta of more than 0 s, or None, got {shown(timeout)}"
+
+
+def shares_memory() -> bool:
+    """Whether ranks of one host may write into each other's memory, by the environment."""
+    return os.environ.get("TIEREDEMB_PEER_MEMORY", "1") not in ("", "0")
 
 
 def _shared_by_processes() -> str:

@@ -29,6 +29,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.exchange import shares_memory
 from tieredemb.sharding.header import Phase
 
 ALIGNED, WORD = 512, 8  # bytes: where room of each kind begins, and what ranks know each other's memory by
@@ -177,7 +178,7 @@ class SymmetricMemory:
 
     def _reaches_all(self) -> bool:
         """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
-        if os.environ.get("TIEREDEMB_PEER_MEMORY", "1") in ("", "0"):
+        if not shares_memory():
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
         places, mine = self._exchange.places, self._device.index

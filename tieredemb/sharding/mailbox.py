@@ -1,0 +1,130 @@
+"""What the ranks of one host tell each other before each exchange, in memory that all of them have mapped. A message by
+gloo takes a hundred microseconds and more of each host, where a step has one to three.
+
+Ranks send in turn: a rank sends its next message once it has received one of each other rank. So of each rank the last
+two are kept: one that others may yet read, and the next. Each has a number, and a checksum, as a processor may show
+stores of another one in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import tempfile
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tieredemb.sharding.construction import Connections
+
+    Array = np.ndarray[Any, Any]
+
+SHARED = "/dev/shm"  # where files are memory, if there is such a directory
+LOOKS = 1000  # for a message that is to come, before others may have the core for longer than a moment
+LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
+SHARE = 0.1  # of the time waited so far, that a sleep takes
+PATIENCE = 0.05  # seconds: how often a rank looks whether another has ended
+NUMBER, CHECK, BEGIN = range(3)  # words of a message: its number, its checksum, and where what it says begins
+
+
+class Mailbox:
+    """That of one rank, number `rank`. `box`: int64 (2, W, 2 + words), where the ranks' messages of even and odd
+    numbers are · `connections`: which break where a rank has ended · `timeout`: how long a rank waits for another."""
+
+    def __init__(self, box: Array, rank: int, connections: Connections, timeout: timedelta) -> None:
+        self._box, self._rank, self._timeout = box, rank, timeout.total_seconds()
+        self._connections: Connections | None = connections
+        self._others = [number for number in range(box.shape[1]) if number != rank]
+        self._number = 0
+
+    def send(self, words: Array) -> None:
+        """Sends all ranks `words`, int64 (words,)."""
+        self._number += 1
+        message = self._box[self._number & 1, self._rank]
+        message[BEGIN:] = words
+        message[CHECK] = _checksum(words, self._number)
+        message[NUMBER] = self._number
+
+    def receive(self) -> Array:
+        """What all ranks have sent, int64 (W, words). Waits for that; raises `RuntimeError` where a rank has ended, or
+        takes too long."""
+        messages = self._box[self._number & 1]
+        found = np.empty((len(messages), messages.shape[1] - BEGIN), np.int64)
+        found[self._rank] = messages[self._rank, BEGIN:]
+        for number in self._others:
+            if not self._came(messages[number], found[number]):
+                self._wait_for(messages[number], found[number])
+        return found
+
+    def _came(self, message: Array, words: Array) -> bool:
+        """Whether the message has come; `words` are what it says then."""
+        if message[NUMBER] != self._number:
+            return False
+        words[:] = message[BEGIN:]
+        return bool(message[CHECK] == _checksum(words, self._number))
+
+    def _wait_for(self, message: Array, words: Array) -> None:
+        for _ in range(LOOKS):
+            if self._came(message, words):
+                return
+            os.sched_yield()  # to other processes, and then to other threads of this one
+            select.select((), (), (), 0)
+        begin = looked = monotonic()
+        while not self._came(message, words):
+            now = monotonic()
+            if now - looked > PATIENCE:
+                looked = now
+                ended = self._connections is None or self._connections.ended()
+                if ended and not self._came(message, words):  # which it may have sent before
+                    raise RuntimeError("a rank has ended, or has left the group")
+            if now - begin > self._timeout:
+                raise RuntimeError(f"a rank has sent nothing within {self._timeout:g} s")
+            sleep(min(LONGEST, SHARE * (now - begin)))
+
+    def close(self) -> None:
+        """Leaves the group: while anything of it is there it does not come to its end, of which others learn."""
+        self._connections = None
+
+
+def _checksum(words: Array, number: int) -> int:
+    return zlib.crc32(words.tobytes(), number & 0xFFFFFFFF)
+
+
+def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any], list[Any]]) -> Array | None:
+    """Memory for the messages of `ranks`, of so many `words` each, that all of them have mapped; None on all of them
+    where one could not. `place`: the same of ranks that may share memory · `every`: tells all ranks a value, and
+    returns those of all."""
+    path, token = "", os.urandom(16)
+    size = 2 * ranks * (BEGIN + words) * 8
+    with contextlib.ExitStack() as at_end:
+        if rank == 0:
+            with contextlib.suppress(OSError):
+                fd, path = tempfile.mkstemp(prefix="tieredemb-", dir=SHARED if os.path.isdir(SHARED) else None)
+                at_end.enter_context(contextlib.suppress(FileNotFoundError))  # by who tidies up
+                at_end.callback(os.unlink, path)
+                at_end.callback(os.close, fd)
+                os.write(fd, token + bytes(size))
+        told = every((place, path, token))
+        places, (_, path, token) = {each for each, _, _ in told}, told[0]
+        box = _mapped(path, token, size) if path and len(places) == 1 else None
+        if not all(every(box is not None)):
+            return None
+    assert box is not None
+    return box.reshape(2, ranks, BEGIN + words)
+
+
+def _mapped(path: str, token: bytes, size: int) -> Array | None:
+    """The numbers behind the `token` that the file begins with; None where it is another one."""
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), len(token) + size)
+    except (OSError, ValueError):
+        return None
+    return np.frombuffer(memory, np.int64, offset=len(token)) if memory[: len(token)] == token else None
