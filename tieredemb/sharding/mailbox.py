@@ -31,6 +31,7 @@ LOOKS = 1000  # for a message that is to come, before others may have the core f
 LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
 SHARE = 0.1  # of the time waited so far, that a sleep takes
 PATIENCE = 0.05  # seconds: how often a rank looks whether another has ended
+SEED = 0xFFFFFFFF  # bits of a number that a checksum begins with
 NUMBER, CHECK, BEGIN = range(3)  # words of a message: its number, its checksum, and where what it says begins
 
 
@@ -49,7 +50,7 @@ class Mailbox:
         self._number += 1
         message = self._box[self._number & 1, self._rank]
         message[BEGIN:] = words
-        message[CHECK] = _checksum(words, self._number)
+        message[CHECK] = zlib.crc32(words.tobytes(), self._number & SEED)
         message[NUMBER] = self._number
 
     def receive(self) -> Array:
@@ -59,42 +60,36 @@ class Mailbox:
         found = np.empty((len(messages), messages.shape[1] - BEGIN), np.int64)
         found[self._rank] = messages[self._rank, BEGIN:]
         for number in self._others:
-            if not self._came(messages[number], found[number]):
-                self._wait_for(messages[number], found[number])
+            self._take(number, messages[number], found[number])
         return found
 
-    def _came(self, message: Array, words: Array) -> bool:
-        """Whether the message has come; `words` are what it says then."""
-        if message[NUMBER] != self._number:
-            return False
-        words[:] = message[BEGIN:]
-        return bool(message[CHECK] == _checksum(words, self._number))
-
-    def _wait_for(self, message: Array, words: Array) -> None:
-        for _ in range(LOOKS):
-            if self._came(message, words):
-                return
-            os.sched_yield()  # to other processes, and then to other threads of this one
-            select.select((), (), (), 0)
-        begin = looked = monotonic()
-        while not self._came(message, words):
+    def _take(self, rank: int, message: Array, words: Array) -> None:
+        """Waits until the message of a rank has come; `words` are what it says then."""
+        looks, begin, looked, has_ended = 0, 0.0, 0.0, False
+        while True:
+            if message[NUMBER] == self._number:
+                words[:] = message[BEGIN:]
+                if message[CHECK] == zlib.crc32(words.tobytes(), self._number & SEED):
+                    return
+            looks += 1
+            if looks < LOOKS:
+                os.sched_yield()  # to other processes, and then to other threads of this one
+                select.select((), (), (), 0)
+                continue
             now = monotonic()
-            if now - looked > PATIENCE:
-                looked = now
-                ended = self._connections is None or self._connections.ended()
-                if ended and not self._came(message, words):  # which it may have sent before
-                    raise RuntimeError("a rank has ended, or has left the group")
+            if looks == LOOKS:
+                begin = looked = now
+            if has_ended:  # and has not sent it before
+                raise RuntimeError(f"rank {rank} has ended, or has left the group")
             if now - begin > self._timeout:
-                raise RuntimeError(f"a rank has sent nothing within {self._timeout:g} s")
+                raise RuntimeError(f"rank {rank} has sent nothing within {self._timeout:g} s")
+            if now - looked > PATIENCE:
+                looked, has_ended = now, self._connections is None or rank in self._connections.ended()
             sleep(min(LONGEST, SHARE * (now - begin)))
 
     def close(self) -> None:
         """Leaves the group: while anything of it is there it does not come to its end, of which others learn."""
         self._connections = None
-
-
-def _checksum(words: Array, number: int) -> int:
-    return zlib.crc32(words.tobytes(), number & 0xFFFFFFFF)
 
 
 def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any], list[Any]]) -> Array | None:
