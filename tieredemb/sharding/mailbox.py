@@ -30,7 +30,7 @@ SHARED = "/dev/shm"  # where files are memory, if there is such a directory
 LOOKS = 1000  # for a message that is to come, before others may have the core for longer than a moment
 LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
 SHARE = 0.1  # of the time waited so far, that a sleep takes
-PATIENCE = 0.05  # seconds: how often a rank looks whether another has ended
+PATIENCE = 0.1  # seconds: how often a rank looks whether another has ended
 SEED = 0xFFFFFFFF  # bits of a number that a checksum begins with
 NUMBER, CHECK, BEGIN = range(3)  # words of a message: its number, its checksum, and where what it says begins
 
