@@ -7,8 +7,9 @@ its rows while it computes. It is timed first, then some steps are profiled, and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,7 @@ from benchmarks.timing import Quantiles
 from examples.dlrm.config import ModelConfig
 from examples.dlrm.profile import prepare_for_graphs
 from tieredemb.kernels.tracing import KERNELS
+from tieredemb.pipeline import autotuner
 from tieredemb.plots import check_picture
 from tieredemb.plots import save as save_picture
 
@@ -43,11 +45,23 @@ NAME = "timeline"
 PICTURE = ROOT / "docs" / "timeline.png"
 WARM_UP, STEPS = 100, 50  # steps until the cache is warm; timed steps
 SETTLE, PROFILED, AFTER = 5, 12, 2  # steps under the profiler: that do not count, that do; steps after, as it stops
+NEVER = 10**9  # steps before a trial
 LEAST_STEPS = (SETTLE + PROFILED + AFTER + 1) // 2  # a plan draws batches for three times as many
 STATISTIC = (
     f"The step: mean of wall time, 20–80 % of device events in brackets. All else: medians of {PROFILED - 2} profiled "
     "steps; groups of kernels run beside each other"
 )
+
+
+@contextlib.contextmanager
+def without_trials() -> Iterator[None]:
+    """Steps that are made inside always go ahead: a trial of the other way amid those that are profiled is none of
+    them."""
+    first, autotuner.FIRST = autotuner.FIRST, NEVER
+    try:
+        yield
+    finally:
+        autotuner.FIRST = first
 
 
 def measure(plan: Plan, trace_path: Path | None = None) -> tuple[StepTimes, list[Step]]:
@@ -59,11 +73,12 @@ def measure(plan: Plan, trace_path: Path | None = None) -> tuple[StepTimes, list
         trainer = Trainer(module, plan)
         train, drawn = tieredemb.graph_step(trainer.step), iter(training_batches(plan, plan.batches))
         timed = list(islice(drawn, plan.warm_up + plan.steps + plan.depth))
-        times, _ = run_fetched(
-            train, timed, trainer.model, module.stats, warm_up=plan.warm_up, depth=plan.depth, device=plan.device
-        )
-        say(f"{times.mean_ms:.3f} ms a step ({times})")
-        trace = profile(train, list(islice(drawn, SETTLE + PROFILED + AFTER)), trainer.model, plan, trace_path)
+        with without_trials():
+            times, _ = run_fetched(
+                train, timed, trainer.model, module.stats, warm_up=plan.warm_up, depth=plan.depth, device=plan.device
+            )
+            say(f"{times.mean_ms:.3f} ms a step ({times})")
+            trace = profile(train, list(islice(drawn, SETTLE + PROFILED + AFTER)), trainer.model, plan, trace_path)
         return times, steps_of(trace) if plan.device.type == "cuda" else []
     finally:
         module.close()
