@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 SHARED = "/dev/shm"  # where files are memory, if there is such a directory
+yield_core = getattr(os, "sched_yield", lambda: None)  # not every system has it
 LOOKS = 1000  # for a message that is to come, before others may have the core for longer than a moment
 LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
 SHARE = 0.1  # of the time waited so far, that a sleep takes
@@ -73,7 +74,7 @@ class Mailbox:
                     return
             looks += 1
             if looks < LOOKS:
-                os.sched_yield()  # to other processes, and then to other threads of this one
+                yield_core()  # to other processes, and then to other threads of this one
                 select.select((), (), (), 0)
                 continue
             now = monotonic()
