@@ -226,7 +226,7 @@ class Planner:
         for plan in [*self.unfinished.values()]:
             self.transfer.publish(plan)
 
-    def finish_last(self, *, usable: bool, moving: int) -> None:
+    def finish_last(self, *, usable: bool, moving: int = 1) -> None:
         """Brings the rows that have yet to come, while as many caches do as are `moving`. Their tickets know if that
         fails; it does if the cache is not `usable`, but for deferred rows. Waits for the GPU and the storage, but for
         those."""
