@@ -88,8 +88,9 @@ class GraphStep(Generic[R]):
         except Exception:
             if not (loop is not None and reach == 0 and ring.has_failed_to_capture):
                 raise
-            self._autotuner = None  # the loop goes on as before the trial, whose way cannot be captured: of that
-            return self(batch)  # nothing has happened
+            # nothing of the capture has happened: the loop goes on as before the trial, and tries no other way
+            self._autotuner = None
+            return self(batch)
         larger = step.buffers.larger_for(batch)
         if larger is None:
             return self._eagerly(step, batch, OTHER_SHAPES)

@@ -90,7 +90,7 @@ class Ring(Generic[R]):
         self._books = step.caches if reach else []  # caches that learn of replays: these leave batches in flight
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
-        self.has_failed_to_capture = False  # ever
+        self.has_failed_to_capture = False  # in the last call
         self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
         self._warned = False
         self._was_fresh = self._could = False  # of the last call: nothing in its way was in flight; it could be a graph
@@ -108,7 +108,7 @@ class Ring(Generic[R]):
     def run(self, batch: Any, following: Sequence[Any] = (), named: Lookups | None = None) -> R:
         """Computes `batch`, and goes ahead to those `following`, as far as they are known. `named`: what batches look
         up, where the user has named it."""
-        step, agreement = self._step, self._agreement
+        step, agreement, self.has_failed_to_capture = self._step, self._agreement, False
         with on_device(step.device):
             with step.locks.held():
                 if agreement is None:
