@@ -337,7 +337,7 @@ def test_outputs_have_the_dtype_that_was_asked_for(device, pooled, out):
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"rounding": "stochastic"}, "for rows of 16 bits, these are of float32; pass dtype=torch.bfloat16"),
+        ({"rounding": "stochastic"}, "those of table 'weight' are of float32; pass dtype=torch.bfloat16"),
         ({"rounding": "up", "dtype": torch.bfloat16}, "one of nearest, stochastic, got 'up'"),
         ({"rounding": None}, "one of nearest, stochastic, got None"),
         ({"output_dtype": torch.int32}, "output_dtype must be one of torch.float32, torch.float16, torch.bfloat16"),

@@ -48,7 +48,7 @@ def captures(device, monkeypatch):
         "graph_pool_handle": lambda: None,
         "stream": lambda _: nothing(),
         "graph": capture,
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "CUDAGraph": type("CUDAGraph", (), {"replay": lambda _: None, "pool": lambda _: None}),
         "is_current_stream_capturing": lambda: threading.get_ident() in threads,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
