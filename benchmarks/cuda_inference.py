@@ -27,6 +27,7 @@ from benchmarks.cuda_tables import cold_bytes, set_weights, tiered_tables
 from benchmarks.cuda_workload import SEED
 from benchmarks.record import Record, at_most, measured
 from benchmarks.timing import Quantiles
+from benchmarks.workload import EqualTables
 from tieredemb.cache.stats import CacheStats
 
 ROWS, CALLS, WARM_UP, SHARE, MISSES = 1_000_000, 2000, 50, 0.01, 0.05
@@ -41,7 +42,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Size(EqualTables):
     """`tables` tables of `rows` × `width`, batches of `batch` samples, `hot` rows of each table (a multiple of the
     batch) looked up again and again; `calls`, and `warm_up` calls before them."""
 
@@ -52,16 +53,6 @@ class Size:
     hot: int = 19 * 256  # nearly half of the slots
     calls: int
     warm_up: int = WARM_UP
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each table."""
-        return (self.rows,) * self.tables
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Of each table."""
-        return (self.width,) * self.tables
 
 
 @dataclass(frozen=True, kw_only=True)

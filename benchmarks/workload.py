@@ -23,17 +23,12 @@ ALPHA = 1.05
 SEED = 7
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """`tables` tables of `rows` × `width`, batches of `batch` samples, bags of `bag` ids; `warmup`, `rounds` steps."""
+class EqualTables:
+    """`tables` tables of `rows` × `width`, as a `Shape` of `cuda_tables`."""
 
-    tables: int = 26
-    rows: int = 100_000
-    width: int = 64
-    batch: int = 4096
-    bag: int = 1
-    warmup: int = 60
-    rounds: int = 40
+    tables: int
+    rows: int
+    width: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -44,6 +39,19 @@ class Size:
     def widths(self) -> tuple[int, ...]:
         """Of each table."""
         return (self.width,) * self.tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(EqualTables):
+    """`tables` tables of `rows` × `width`, batches of `batch` samples, bags of `bag` ids; `warmup`, `rounds` steps."""
+
+    tables: int = 26
+    rows: int = 100_000
+    width: int = 64
+    batch: int = 4096
+    bag: int = 1
+    warmup: int = 60
+    rounds: int = 40
 
     def __str__(self) -> str:
         ids = "1 id" if self.bag == 1 else f"{self.bag} ids"

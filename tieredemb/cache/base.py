@@ -42,8 +42,8 @@ class Look(NamedTuple):
 
 class ScoreSample(NamedTuple):
     """Scores of a cache at one time. `time`: of the last plan, which scores are relative to · `score`: uint32 (K,), of
-    slots at equal distances, without those of resident tables; 0 where a slot is empty · `slots_each`: for how many
-    slots each of them stands · `has_slot`: bool (N,), of each key that was asked for, whether it is in a slot, so that
+    slots at equal distances, without those of resident tables; 0 where a slot is empty · `slots_each`: how many slots
+    each of them represents · `has_slot`: bool (N,), of each key that was asked for, whether it is in a slot, so that
     the score in cold storage is an old one."""
 
     time: int

@@ -21,8 +21,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,9 @@ from tieredemb.sharding.construction import Connections, Construction, Stage, na
 from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.tables.fingerprint import are_alike
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 
 class Place(NamedTuple):
@@ -183,23 +187,23 @@ class Exchange:
                 f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
-    def _say(self, words: Sequence[int], counts: Counts, phase: Phase) -> torch.Tensor:
+    def _say(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
         """Tells the ranks of this host, and returns, int64 (words,), what this rank tells; others are told where theirs
         is received."""
-        mine = torch.tensor([*words, *counts.words], dtype=torch.int64, device="cpu")
+        mine = np.array([*words, *counts.words], np.int64)
         if not self._has_told:
             self._has_told = True
             self._mailbox = self._open_mailbox(len(mine), phase)
         if self._mailbox is not None:
-            self._mailbox.send(mine.numpy())
+            self._mailbox.send(mine)
         return mine
 
-    def _received(self, mine: torch.Tensor) -> torch.Tensor:
+    def _received(self, mine: Array) -> torch.Tensor:
         """What all ranks tell, int64 (W, words)."""
         if self._mailbox is not None:
             return torch.from_numpy(self._mailbox.receive())
         theirs = torch.empty((self.size, len(mine)), dtype=torch.int64, device="cpu")
-        dist.all_to_all_single(theirs, mine.repeat(self.size, 1), group=self.group)
+        dist.all_to_all_single(theirs, torch.from_numpy(mine).repeat(self.size, 1), group=self.group)
         return theirs
 
     def _open_mailbox(self, words: int, phase: Phase) -> Mailbox | None:
