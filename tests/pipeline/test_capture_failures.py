@@ -107,10 +107,6 @@ def check_recovery(plants, *, ahead, tmp_path):
     return failures[0]
 
 
-def has_captured(train):
-    return any(arena.graph is not None for ring in train._rings.values() for arena in ring._arenas)
-
-
 # --- what a step may do that no graph can hold ------------------------------------------------------------------------
 
 
@@ -232,7 +228,7 @@ def test_an_error_that_is_kept_keeps_no_step_from_being_captured(gpu, ahead):
     for ids in given:
         twin.step(ids)
     assert len(kept) == 1
-    assert has_captured(train)
+    assert train.summary().captured
     assert_same_bits(run.numbers(), twin.numbers())
 
 
@@ -480,7 +476,7 @@ def test_a_loss_kept_from_another_stream_does_not_keep_a_step_from_being_capture
     run.train(given[1:15], step=train)
     for ids in given[1:15]:
         twin.step(ids)
-    assert has_captured(train)
+    assert train.summary().captured
     assert_same_bits(run.numbers(), twin.numbers())
     assert kept.requires_grad
 
@@ -497,7 +493,7 @@ def test_a_loss_that_the_step_stores_does_not_keep_it_from_being_captured_off_th
         run.train(given[:12], step=train)
     for ids in given[:12]:
         twin.step(ids)
-    assert has_captured(train)
+    assert train.summary().captured
     assert_same_bits(run.numbers(), twin.numbers())
     with pytest.raises(UnsupportedError, match="that the step itself stores"):
         run.train(given[:12], step=te.graph_step(lambda ids: stored.update(eager=twin.step(ids))))

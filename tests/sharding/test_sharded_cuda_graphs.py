@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from training import random_batch
 
 import tieredemb as te
-from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
+from tieredemb.errors import IdOutOfRangeError, UnsupportedError
 from tieredemb.kernels import collectives
+from tieredemb.pipeline.summary import NOTHING_AHEAD, OTHER_SHAPES
 from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -45,7 +46,8 @@ def with_itself(tmp_path, monkeypatch):
 
 def graphs_of(train):
     """What a step of ranks has captured."""
-    arenas = (arena for ring in train._rings.values() for arena in ring._arenas)
+    forms = () if train._forms is None else train._forms._kept.values()
+    arenas = (arena for _, rings in forms for ring in rings.values() for arena in ring._arenas)
     return [arena.graph.graph for arena in arenas if arena.graph is not None]
 
 
@@ -112,6 +114,19 @@ def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
     drawn = [random_batch(tables, SAMPLES, step) for step in range(steps)]
     given = [(ids, offsets, target, *([weights] if weighted else [])) for ids, offsets, weights, target in drawn]
     return [tuple(part.to(where) for part in batch) for batch in given]
+
+
+def first_samples(batch, count):
+    """As the last batch of an epoch may be."""
+    ids, offsets, target = batch
+    tables = range(len(MIXED))
+    edges = [offsets[t * SAMPLES : t * SAMPLES + count + 1] for t in tables]
+    lengths = torch.cat([each.diff() for each in edges])
+    return (
+        torch.cat([ids[each[0] : each[-1]] for each in edges]),
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        target[:count],
+    )
 
 
 def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, recomputes=False, **keywords):
@@ -406,6 +421,22 @@ def test_without_max_ids_a_batch_of_more_ids_has_steps_captured_anew(with_itself
     assert_same_bits(ranks.numbers(), plain.numbers())
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_batches_of_other_shapes_run_eagerly_and_of_more_ids_are_captured_anew(with_itself, replayed, ahead):
+    """Without a hint of how many ids may come."""
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=None)
+    train, given = te.graph_step(ranks.step), batches(MIXED, 36)
+    for at in (7, 20, 33):
+        given[at] = first_samples(given[at], 3)
+    given = sorted(given[:6], key=lambda batch: len(batch[0])) + given[6:]
+    for batch in te.prefetch(iter(given), ranks.table) if ahead else given:
+        expected = plain.step(batch)
+        assert_same_bits(train(batch).values(), [value.detach() for value in expected.values()])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert train.summary().eager[OTHER_SHAPES if not ahead else NOTHING_AHEAD] >= 3
+    assert replayed.of(train) >= (1 if ahead else 8)
+
+
 def test_a_wrong_id_is_refused_before_anything_happens(with_itself, replayed):
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
     train = te.graph_step(ranks.step, max_ids=LONGEST)
@@ -416,8 +447,6 @@ def test_a_wrong_id_is_refused_before_anything_happens(with_itself, replayed):
             ids[3] = 10**6
             with pytest.raises(IdOutOfRangeError, match="id 1000000 at position 3"):
                 train((ids, *batch[1:]))
-            with pytest.raises(InvalidInputError, match="pass max_ids="):
-                train((torch.zeros(LONGEST + 1, dtype=torch.int64, device="cuda"), *batch[1:]))
         train(batch)
         plain.step(batch)
     assert_same_bits(ranks.numbers(), plain.numbers())
@@ -561,7 +590,7 @@ def step(batch):
 train = te.graph_step(step)
 for number in range(8):
     loss = train((torch.arange(6, device="cuda") + number, torch.arange(7, device="cuda")))
-assert train._rings[0]._arenas[0].graph is not None
+assert train.summary().replayed
 if how == "an error":
     raise ValueError("the user's own")
 if how == "destroyed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from tieredemb.step.planned_forwards import identity
 
 MANY = 4  # tensors that one launch copies in less time than as many
 SMALL = 1 << 16  # bytes of pageable memory that CUDA copies to a GPU without waiting
+
+
+class OtherShapesError(InvalidInputError):
+    """A batch has other shapes than buffers, or more ids, and nothing else is wrong with it: others would take it."""
 
 
 class Buffers:
@@ -58,43 +63,54 @@ class Buffers:
         """Buffers of the same shapes, of their own memory."""
         return self._of({id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()})
 
-    def fits(self, batch: Any) -> bool:
-        """Whether `load` takes it."""
+    def takes(self, batch: Any) -> bool:
+        """Whether `load` takes it, or refuses what no other buffers take either."""
         try:
             self._targets(batch)
+        except OtherShapesError:
+            return False
         except InvalidInputError:
-            return False
+            return True
         return True
 
-    def has_form_of(self, batch: Any) -> bool:
-        """Whether `batch` has tensors of the same dtypes at the same places, of whatever shapes. Where one tensor was
-        at several places it has to be one there, too."""
-        tensors, shared = dict(tensors_of(batch)), dict[int, torch.Tensor]()
-        if list(tensors) != self._paths:
-            return False
-        for path, tensor in tensors.items():
-            buffer = self._buffer[path]
-            if tensor.dtype is not buffer.dtype or shared.setdefault(id(buffer), tensor) is not tensor:
-                return False
-        return True
+    @property
+    def form(self) -> Hashable:
+        """Of the batches that `load` takes."""
+        return self.form_of(self.batch)
 
-    def larger_for(self, batch: Any) -> Buffers | None:
-        """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come; None
-        where it lacks no room, or not that alone."""
-        lengths: dict[int, int] = {}
+    def form_of(self, batch: Any) -> Hashable:
+        """The shapes of a batch's tensors, without the lengths that may differ."""
+        return tuple(None if self._has_any_length(*each) else each[1].shape for each in tensors_of(batch))
+
+    def of_form_of(self, batch: Any) -> Buffers:
+        """Buffers of another form: that of `batch`, which has tensors of the same dtypes at the same places."""
+        new: dict[int, torch.Tensor] = {}
         for path, tensor in tensors_of(batch):
             buffer = self._buffer[path]
-            if path in self._any_length and tensor.dim() == 1:
+            shape = (room_for(len(tensor)),) if self._has_any_length(path, tensor) else tensor.shape
+            new[id(tensor)] = buffer.new_zeros(shape)
+        other = copy.copy(self)
+        other._buffer = {path: new[id(tensor)] for path, tensor in tensors_of(batch)}
+        other.batch = map_tensors(batch, lambda tensor: new[id(tensor)])
+        other._shapes = other._alike_shapes()
+        return other
+
+    def larger_for(self, batch: Any) -> Buffers:
+        """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come."""
+        lengths: dict[int, int] = {}
+        for path, tensor in tensors_of(batch):
+            if self._has_any_length(path, tensor):
+                buffer = self._buffer[path]
                 lengths[id(buffer)] = max(len(tensor), lengths.get(id(buffer), 0))
-            elif tensor.shape != buffer.shape:
-                return None
-        new, grows = dict[int, torch.Tensor](), False
+        new = dict[int, torch.Tensor]()
         for buffer in self._buffer.values():
             length = lengths.get(id(buffer), 0)
             lacks = length > buffer.numel()  # only those of one dimension have a length here
             new[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
-            grows |= lacks
-        return self._of(new) if grows else None
+        return self._of(new)
+
+    def _has_any_length(self, path: Path, tensor: torch.Tensor) -> bool:
+        return path in self._any_length and tensor.dim() == 1
 
     def _of(self, new: dict[int, torch.Tensor]) -> Buffers:
         """The same, with other memory: `new` for each buffer, by its identity."""
@@ -105,7 +121,8 @@ class Buffers:
         return other
 
     def load(self, batch: Any) -> None:
-        """Copies a batch in. Raises `InvalidInputError`, before anything changes, for one that does not fit."""
+        """Copies a batch in. Raises, before anything changes, `OtherShapesError` for one that other buffers would take,
+        and `InvalidInputError` for any other that does not fit."""
         if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # in each replay of a service
             self._copy(self._target((), batch), batch)
             return
@@ -136,12 +153,16 @@ class Buffers:
                 f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
             )
         shared: dict[int, torch.Tensor] = {}
-        targets = []
         for path, tensor in tensors.items():
-            targets.append((self._target(path, tensor), tensor))
+            self._check_dtype(path, tensor)
             if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
                 raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
-        return targets
+        return [(self._target(path, tensor), tensor) for path, tensor in tensors.items()]
+
+    def _check_dtype(self, path: Path, tensor: torch.Tensor) -> None:
+        dtype = self._buffer[path].dtype
+        if tensor.dtype is not dtype:
+            raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {dtype}")
 
     def _alike_shapes(self) -> list[torch.Size] | None:
         """Those of a list or tuple of buffers on a GPU that are all alike, whose bytes are what is copied; None of any
@@ -172,23 +193,15 @@ class Buffers:
         return True
 
     def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a buffer that `tensor` fills. Raises `InvalidInputError` where it does not fit."""
+        """The part of a buffer that `tensor` fills. Raises where it does not fit."""
         buffer = self._buffer[path]
         if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
             return buffer
-        if tensor.dtype is not buffer.dtype:
-            raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {buffer.dtype}")
-        if path in self._any_length and tensor.dim() == 1:
-            if len(tensor) > len(buffer):
-                raise InvalidInputError(
-                    f"{_names([path])} has {len(tensor)} elements, the captured step takes at most {len(buffer)}; pass "
-                    f"max_ids={len(tensor)} or more to graph_step"
-                )
+        self._check_dtype(path, tensor)
+        if self._has_any_length(path, tensor) and len(tensor) <= len(buffer):
             return buffer[: len(tensor)]
-        raise InvalidInputError(
-            f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}; a "
-            f"graph replays with the same shapes: leave a last, smaller batch out (DataLoader(drop_last=True)), or "
-            f"call the function itself for it"
+        raise OtherShapesError(
+            f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}"
         )
 
     def _is_here(self, tensor: torch.Tensor) -> bool:

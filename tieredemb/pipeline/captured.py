@@ -20,7 +20,6 @@ from tieredemb.kernels.streams import capture_lock, on_device, own_stream, side_
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import detached, tensors_of
-from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, divisions_of, learn
 from tieredemb.pipeline.trained_as import TrainedAs
@@ -37,7 +36,7 @@ DDP_STEPS = 11  # the same of what has DistributedDataParallel, by torch's notes
 
 class StepFunction(Generic[R]):
     """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
-    `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on ·
+    `device`, of which tensors (`lookups`), and whether it `trains` any.
     `eager_steps`: how many run on buffers before a capture · `number`: among those that ranks do together ·
     `gains_ahead`: whether going ahead of its batch hides anything · `locks`: for replays, which plan, look up and
     update, and for captures · `divisions`: of capacities that its caches share; of several ranks none, as each would
@@ -50,14 +49,12 @@ class StepFunction(Generic[R]):
         function: Callable[[Any], R],
         batch: Any,
         forwards: Sequence[Forward],
-        buffers: Buffers,
         eager_steps: int = EAGER_STEPS,
     ) -> None:
         self.eager_steps = eager_steps
         self.modules = list(dict.fromkeys(forward.module for forward in forwards))
         self._engines = [engine for module in self.modules for engine in module.engines]
         self.device = self.modules[0].tables.config.device
-        self.buffers = buffers
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [LookupSpec(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()

@@ -17,6 +17,7 @@ from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.autotuner import Autotuner
 from tieredemb.pipeline.batches import detached, tensors_of
+from tieredemb.pipeline.buffers import OtherShapesError
 from tieredemb.pipeline.prefetch import Run, running
 from tieredemb.pipeline.summary import ACCUMULATES, FIRST, NO_GPU, OTHER_SHAPES, StepSummary
 from tieredemb.step.agreement import UNKNOWN_IDS
@@ -24,7 +25,7 @@ from tieredemb.step.planned_forwards import identity
 
 if TYPE_CHECKING:  # what captures is imported where there is a GPU
     from tieredemb.pipeline.captured import StepFunction
-    from tieredemb.pipeline.ring import Ring
+    from tieredemb.pipeline.forms import Forms
     from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
@@ -44,7 +45,7 @@ class GraphStep(Generic[R]):
         self._example = example_batch
         self._max_ids = max_ids
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
-        self._rings: dict[int, Ring[R]] = {}  # by how many batches they go ahead
+        self._forms: Forms[R] | None = None  # then, too
         # finds out whether going ahead of the batches of a loop pays; of several ranks there is none: they always do
         self._autotuner: Autotuner | None = None
         self._agreement: Agreement | None = None  # where several ranks do the step together
@@ -76,27 +77,33 @@ class GraphStep(Generic[R]):
             )
         if step.accumulates():
             return self._eagerly(step, batch, ACCUMULATES)
-        loop = self._take_planning_over(step, batch)
-        reach, most = (0, 0) if loop is None else self._reach(batch, drains=bool(due))
-        ring = self._rings.get(reach) or self._make_ring(step, reach)
+        forms, loop = self._forms, self._take_planning_over(step, batch)
+        assert forms is not None
+        if loop is not None and self._autotuner is not None:
+            self._autotuner.step()
+        if self._agreement is not None and not forms.takes(batch):  # ranks are to agree on the ring that runs it
+            forms.change(batch)
+        try:
+            return self._run(forms, batch, loop, drains=bool(due))
+        except OtherShapesError:  # before anything was done
+            if not forms.change(batch):
+                return self._eagerly(step, batch, OTHER_SHAPES)
+        return self._run(forms, batch, loop, drains=bool(due))
+
+    def _run(self, forms: Forms[R], batch: Any, loop: Run[Any] | None, *, drains: bool) -> R:
+        """Runs a batch of the present form, if it is of that."""
+        reach, most = (0, 0) if loop is None else self._reach(forms, batch, loop, drains=drains)
+        ring = forms.ring(reach)
         try:
             return ring.run(batch) if loop is None else ring.run(batch, loop.following(most), loop.named)
-        except InvalidInputError:
-            # of several ranks a graph has one size; else only buffers refuse a batch, before anything is done
-            if self._agreement is not None or step.buffers.fits(batch) or not step.buffers.has_form_of(batch):
-                raise
+        except OtherShapesError:
+            raise
         except Exception:
-            if not (loop is not None and reach == 0 and ring.has_failed_to_capture):
+            if not (loop is not None and reach == 0 and ring.has_failed_to_capture and self._autotuner is not None):
                 raise
             # nothing of the capture has happened: the loop goes on as before the trial, and tries no other way
             self._autotuner = None
             return self(batch)
-        larger = step.buffers.larger_for(batch)
-        if larger is None:
-            return self._eagerly(step, batch, OTHER_SHAPES)
-        self._drop_plans()
-        step.buffers, self._rings = larger, {}
-        return self(batch)
 
     def _take_planning_over(self, step: StepFunction[R], batch: Any) -> Run[Any] | None:
         """The loop that fetches ahead and has handed the batch out, if the step may go ahead of it. Such a loop plans
@@ -110,25 +117,26 @@ class GraphStep(Generic[R]):
                 return loop
         return None
 
-    def _reach(self, batch: Any, *, drains: bool) -> tuple[int, int]:
+    def _reach(self, forms: Forms[R], batch: Any, loop: Run[Any], *, drains: bool) -> tuple[int, int]:
         """How many batches the step goes ahead, in a loop that fetches ahead, and how many of the next ones it is
-        given. Where it does not pay to go ahead, or it `drains`, those that are planned are used first: none is planned
-        twice. Several ranks always go ahead."""
+        given. Where it does not pay to go ahead, the next batch has another form, or it `drains`, those that are
+        planned are used first: none is planned twice. Several ranks always go ahead."""
         autotuner = self._autotuner
-        if autotuner is not None:
-            autotuner.step()
-        if not drains and (autotuner is None or autotuner.ahead):
-            return AHEAD, AHEAD
         planned = self._planned_from(batch)
+        if not drains and (autotuner is None or autotuner.ahead):
+            following = [] if planned or self._agreement is not None else loop.following(1)
+            if all(map(forms.takes, following)):
+                return AHEAD, AHEAD
         if planned:
             return AHEAD, planned - 1
-        if AHEAD in self._rings:
-            self._rings[AHEAD].drop_plans()  # of other batches than come now
+        ahead = forms.known(AHEAD)
+        if ahead is not None:
+            ahead.drop_plans()  # of other batches than come now
         return 0, 0
 
     def _planned_from(self, batch: Any) -> int:
         """How many batches are planned ahead, if `batch` is the first of them; else 0."""
-        ahead = self._rings.get(AHEAD)
+        ahead = None if self._forms is None else self._forms.known(AHEAD)
         return 0 if ahead is None else ahead.planned_from(batch)
 
     def _leave_loop(self) -> None:
@@ -136,12 +144,6 @@ class GraphStep(Generic[R]):
         self._drop_plans()
         if self._autotuner is not None:
             self._autotuner.leave()
-
-    def _make_ring(self, step: StepFunction[R], reach: int) -> Ring[R]:
-        from tieredemb.pipeline.ring import Ring
-
-        ring = self._rings[reach] = Ring(step, reach, self._agreement, self._summary)
-        return ring
 
     def _eagerly(self, step: StepFunction[R], batch: Any, why: str) -> R:
         """The function itself, of a batch that no graph is for."""
@@ -151,13 +153,13 @@ class GraphStep(Generic[R]):
 
     def _drop_plans(self) -> None:
         """Drops the plans of the batches of the next calls."""
-        for ring in list(self._rings.values()):
-            ring.drop_plans()
+        if self._forms is not None:
+            self._forms.drop_plans()
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""
         self._drop_plans()
-        self._step, self._rings = None, {}
+        self._step = self._forms = None
 
     def _first(self, batch: Any) -> R:
         """Runs the function, and observes which modules look up which of the batch's tensors."""
@@ -191,13 +193,14 @@ class GraphStep(Generic[R]):
         """Goes on with what the first batch has shown, if that `is_clear`: one empty tensor is like another."""
         from tieredemb.pipeline.buffers import Buffers
         from tieredemb.pipeline.captured import DDP_STEPS, EAGER_STEPS, StepFunction
+        from tieredemb.pipeline.forms import Forms
 
         agreement, failed = agreement_of(forwards), None
         try:
             if is_clear:
                 buffers = Buffers(batch, forwards, self._max_ids, self._example)
                 eager_steps = DDP_STEPS if has_ddp else EAGER_STEPS
-                step = StepFunction(self._function, batch, forwards, buffers, eager_steps)
+                step = StepFunction(self._function, batch, forwards, eager_steps)
         except Exception as error:
             failed = error
         if agreement is not None:
@@ -206,6 +209,7 @@ class GraphStep(Generic[R]):
             raise failed
         if is_clear:
             self._step, self._agreement = step, agreement
+            self._forms = Forms(step, buffers, agreement, self._summary)
             known = self._autotuner
             if agreement is None and (known is None or known.device != step.device):
                 self._autotuner = Autotuner(step.device, AHEAD)

@@ -128,5 +128,7 @@ def _roots() -> list[Any]:
 def _leaves_of(roots: list[Any], device: torch.device) -> Iterator[torch.Tensor]:
     """The leaves on `device` that are reached from these nodes."""
     for node in nodes_behind(roots):
-        if type(node).__name__ == "AccumulateGrad" and node.variable.device == device:
+        if type(node).__name__ != "AccumulateGrad" or node.variable.device != device:
+            continue
+        if node.variable.numel():  # else nothing is added to it: a lookup's own leaf, which each call makes anew
             yield node.variable

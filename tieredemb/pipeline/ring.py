@@ -43,6 +43,7 @@ finds them by number.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -59,11 +60,19 @@ from tieredemb.kernels.collectives import hold
 from tieredemb.kernels.streams import on_device, on_stream, own_stream, side_by_side
 from tieredemb.pipeline.arenas import Arena, Lookups, PlannedCall, StepGraph, states_of
 from tieredemb.pipeline.batches import tensors_of
-from tieredemb.pipeline.buffers import waits_to_load
+from tieredemb.pipeline.buffers import Buffers, waits_to_load
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlannedGroup, drop_all
-from tieredemb.pipeline.summary import IN_FLIGHT, NOTHING_AHEAD, OTHER_PLANS, OTHER_RANK, WARM_UP, StepSummary
+from tieredemb.pipeline.summary import (
+    IN_FLIGHT,
+    NOTHING_AHEAD,
+    OTHER_PLANS,
+    OTHER_RANK,
+    OTHER_SHAPES,
+    WARM_UP,
+    StepSummary,
+)
 from tieredemb.pipeline.uncapturable import NotCapturableError, explain
 from tieredemb.step.agreement import Agreement
 
@@ -75,17 +84,27 @@ PLANNED, NEXT_PLANNED, NEXT_LOADED, LAST_LOADED = 4, 8, 16, 32
 
 
 class Ring(Generic[R]):
-    """A captured step. `reach`: how many batches it goes ahead, 0 or 2 · `agreement`: that of the ranks which do it
-    together, if several do: each call is a collective then · `summary`: where it counts how calls are run."""
+    """A captured step of batches of one form. `buffers`: a template of those that batches are copied to · `reach`: how
+    many it goes ahead, 0 or 2 · `agreement`: that of the ranks which do it together, if several do: each call is a
+    collective then · `summary`: where it counts how calls are run · `captures`: else all are the function itself."""
 
-    def __init__(self, step: StepFunction[R], reach: int, agreement: Agreement | None, summary: StepSummary) -> None:
+    def __init__(
+        self,
+        step: StepFunction[R],
+        buffers: Buffers,
+        reach: int,
+        agreement: Agreement | None,
+        summary: StepSummary,
+        *,
+        captures: bool = True,
+    ) -> None:
         self.reach = reach
         self._summary = summary
         self._step, self._agreement = step, agreement
         # of the batch that is computed, and of the next ones
-        self._arenas = [Arena[R](step.buffers.another()) for _ in range(reach + 1)]
+        self._arenas = [Arena[R](buffers.another()) for _ in range(reach + 1)]
         # steps before a capture: one more of several ranks that go ahead, as the first find out how much they send
-        self._left = step.eager_steps + (agreement is not None and reach > 0)
+        self._left = step.eager_steps + (agreement is not None and reach > 0) if captures else math.inf
         self._plans_as_one = True  # what a step plans at once, until its function looks up something else
         self._books = step.caches if reach else []  # caches that learn of replays: these leave batches in flight
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
@@ -204,7 +223,7 @@ class Ring(Generic[R]):
         if self.reach and not (way & PLANNED and way & NEXT_PLANNED and way & LAST_LOADED):
             return NOTHING_AHEAD
         if self._left > 0:
-            return WARM_UP
+            return OTHER_SHAPES if math.isinf(self._left) else WARM_UP
         return OTHER_PLANS if self._was_fresh else IN_FLIGHT
 
     def _load_ahead(self, batch: Any, following: Sequence[Any]) -> tuple[int, list[PlannedCall], bool]:
