@@ -99,15 +99,19 @@ HEADLINES = (
         },
     ),
     Headline(
-        "**Where it is slower.** For table shapes drawn at random, a converted model's step on the CPU takes {least} "
-        "to {most} times as long as with torch's sparse gradients, and a lookup alone {low} to {high} times. On a GPU "
-        "such a step, launched kernel by kernel, takes {fast} to {slow} times as long as FBGEMM's, and {graph_fast} to "
-        "{graph_slow} times as a CUDA graph that fetches ahead.",
+        "**Shapes drawn at random, on a GPU.** Of 20 sets of 3 to 60 tables with jagged bags, a step takes {fast} to "
+        "{slow} times as long as FBGEMM's, and {graph_fast} to {graph_slow} times as a CUDA graph that fetches ahead.",
         {
             "fast": Figure("cuda-shapes", "step", EAGER, field="ratio", of=min),
             "slow": Figure("cuda-shapes", "step", EAGER, field="ratio", of=max),
             "graph_fast": Figure("cuda-shapes", "step", GRAPH_AHEAD, field="ratio", of=min),
             "graph_slow": Figure("cuda-shapes", "step", GRAPH_AHEAD, field="ratio", of=max),
+        },
+    ),
+    Headline(
+        "**Where it is slower.** For table shapes drawn at random, a converted model's step on the CPU takes {least} "
+        "to {most} times as long as with torch's sparse gradients, and a lookup alone {low} to {high} times.",
+        {
             "least": Figure("cpu-shapes", "step", None, CONVERTED, "ratio", min),
             "most": Figure("cpu-shapes", "step", None, CONVERTED, "ratio", max),
             "low": Figure("cpu-shapes", "lookup", None, CONVERTED, "ratio", min),

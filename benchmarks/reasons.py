@@ -108,12 +108,29 @@ REASONS = (
         "the row at once.",
     ),
     Reason(
-        "shapes drawn by a seed on a GPU",
+        "shapes drawn by a seed, of which a batch uses more rows than the cache has slots, on a GPU",
         "cuda-shapes",
-        r"^step",
-        "Each batch has another number of ids, and the commit that was measured recorded launches of one number alone "
-        "and planned each width by itself: Python launched everything anew. `graph_step` with `max_ids` takes the "
-        "launches away.",
+        r"worst of|^step",
+        "What binds is PCIe: rows that find no slot are read and updated where they lie, in FBGEMM's step as in ours.",
+    ),
+    Reason(
+        "prefetch where the host binds",
+        "cuda-loops",
+        r"^prefetch / eager, shape",
+        "No loop went ahead in the end. Loops of one kind differ by as much: the host sets their pace.",
+    ),
+    Reason(
+        "prefetch of rows of 16 bits",
+        "cuda-loops",
+        r"-bf16, prefetch / eager",
+        "The interval holds the bar: half as many bytes come over PCIe, so there is less to hide.",
+    ),
+    Reason(
+        "two GPUs whose steps take a fraction of a millisecond",
+        "cuda-sharding",
+        r"CUDA graph, prefetch",
+        "The parts are measured one after the other, each alone. In the step each exchange waits for the rank that "
+        "comes later, and several short kernels pack what is sent and unpack it.",
     ),
 )
 

@@ -273,10 +273,11 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     this one computes; so the loader is asked for two batches ahead. In one process steps are timed now and then, and go
     ahead while that makes them faster; never where all rows are resident and a batch has less than 131,072 ids.
 
-    Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
-    end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it), or
-    for `max_ids`; for a batch with more the step is captured anew, with room for some more. A batch of other shapes, as
-    a smaller last one, is run by the function. `summary()` counts what was replayed, and says why the rest was not.
+    Batches have one structure and the same dtypes. Ids (and per-sample weights) may differ in number where offsets name
+    the end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it),
+    or for `max_ids`; for a batch with more the step is captured anew, with room for some more. Other shapes, as of a
+    smaller last batch, are run by the function once, and then have graphs of their own: those of eight are kept, and
+    none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest was not.
     What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
     so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning
     rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there (torch's
@@ -285,17 +286,17 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     must not wait for theirs.
 
     A step of several ranks, with a `ShardedTieredEmbeddingBagCollection`, is a graph where GPUs exchange by NCCL: every
-    call is a collective, in which all replay it or all run the function, on a batch of more ids than fit, say, after
-    which all capture a larger one. Ids are looked at before: a wrong one is refused on all ranks at its own call. With
-    `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
+    call is a collective, in which all replay it or all run the function: on a batch of more ids than fit, after which
+    all capture a larger one, and on every batch of other shapes than the first. Ids are looked at before: a wrong one
+    is refused on all ranks at its own call. With `DistributedDataParallel` the first twelve calls are the function, as
+    torch asks for.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU
     (the message names the line), a torch optimizer that needs `capturable=True`; and where a loss that is kept from an
     eager step on the default stream would end the capture: `del` it, or keep `loss.detach()`. Raises
-    `InvalidInputError` for a batch of another structure or other dtypes, and of several ranks for one that does not
-    fit. A capture that fails, by the function's own errors too, leaves everything as it was: call again, or go on
-    eagerly.
+    `InvalidInputError` for a batch of another structure or other dtypes. A capture that fails, by the function's own
+    errors too, leaves everything as it was: call again, or go on eagerly.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
     >>> def step(ids):
