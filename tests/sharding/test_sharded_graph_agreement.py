@@ -121,7 +121,7 @@ def runs(rank, size, events, max_ids=40):
     patches.setattr(torch.cuda, "Event", lambda: Event(1))
     patches.setattr(ring, "on_stream", lambda stream: contextlib.nullcontext())
     patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
-    steps, errors = Ring(step, 0, model.agreement, StepSummary()), []
+    steps, errors = Ring(step, step, 0, model.agreement, StepSummary()), []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
