@@ -75,7 +75,8 @@ class Forms(Generic[R]):
         self._kept[buffers.form] = buffers, rings
         self._kept.move_to_end(buffers.form)
         if len(self._kept) > MOST_FORMS:
-            self._kept.popitem(last=False)
+            displaced, _ = self._kept.popitem(last=False)
+            self._times[displaced] = -MOST_COUNTED  # it has to come more often than others before it displaces one
 
     def drop_plans(self) -> None:
         """Drops the plans of the batches of the next calls, which are all of the present form."""
