@@ -198,7 +198,11 @@ def sizes(results: Results) -> Lines:
 def gpus(results: Results) -> Bars:
     """A step of two GPUs by that of one, which has half as many samples."""
     groups = []
-    for op, name in (("W-1.05", "many rows in use"), ("W-1.2", "fewer rows in use"), ("DLRM", "a whole DLRM")):
+    work = (
+        ("W-1.05", "many rows in use"), ("W-1.2", "fewer rows in use"),
+        ("W-kaggle", "the tables of Criteo Kaggle"), ("DLRM", "a whole DLRM"),
+    )  # fmt: skip
+    for op, name in work:
         bars = []
         for mode, of_mode in (("", "eager"), (", CUDA graph", "CUDA graph"), (GRAPH, "CUDA graph, prefetch")):
             record = results.one("cuda-sharding", "step", f"{op}, sharded{mode}")
