@@ -1,8 +1,9 @@
 """Writes the results into the README and the documentation: `python -m benchmarks.tables [--check] [PAGE …]`.
 
 What stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->` is generated from `results/NAME.json`, and
-"headlines", "missed" and "reasons" from all of them (`headlines.py`, `reasons.py`); `charts.py` draws the pictures. No
-figure is written by hand. Benchmarks that need a GPU may still lack their results.
+"headlines", "missed" and "reasons" from all of them (`headlines.py`, `reasons.py`), "expected" from those of several
+GPUs (`expected.py`); `charts.py` draws the pictures. No figure is written by hand. Benchmarks that need a GPU may still
+lack their results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import charts
+from benchmarks import charts, expected
 from benchmarks.headlines import ON_GPU, Miss, headlines, misses
 from benchmarks.machine import ROOT
 from benchmarks.notes import brief
@@ -22,9 +23,9 @@ from benchmarks.reasons import by_reason
 from benchmarks.record import RESULTS, Record, figure_text, load_each
 
 APPENDIX = ROOT / "docs" / "benchmarks"
-GUIDE = ROOT / "docs" / "guides" / "optimizers.md"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", *sorted(APPENDIX.glob("*.md")), GUIDE)
-OF_ALL = ("headlines", "missed", "reasons")
+GUIDES = tuple(ROOT / "docs" / "guides" / page for page in ("optimizers.md", "sharding.md"))
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", *sorted(APPENDIX.glob("*.md")), *GUIDES)
+OF_ALL = ("headlines", "missed", "reasons", "expected")
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 
 
@@ -85,6 +86,8 @@ def _content(results: Path, name: str) -> str:
         return missed_table(list(misses(results)))
     if name == "reasons":
         return reasons_table(list(misses(results)))
+    if name == "expected":
+        return _grid(expected.HEADS, expected.rows(results)) + "\n"
     if name in ON_GPU and not (results / f"{name}.json").exists():
         return f"*Not measured yet: `python -m benchmarks.{name.replace('-', '_')}`, on a machine with a GPU.*\n"
     return "\n".join(map(table, load_each(results, name)))
