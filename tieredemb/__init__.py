@@ -42,6 +42,7 @@ from tieredemb.storage.unified import UnifiedMemory
 if TYPE_CHECKING:
     from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
     from tieredemb.sharding.layout import RowWise, TableWise
+    from tieredemb.sharding.stats import ShardedStats
 
 __version__ = "0.2.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "RowMeanAdagrad",
     "RowWise",
     "RowWiseAdagrad",
+    "ShardedStats",
     "ShardedTieredEmbeddingBagCollection",
     "SparseAdam",
     "SparseLion",
@@ -94,6 +96,7 @@ __all__ = [
 
 _LATE = {
     "RowWise": "tieredemb.sharding.layout",
+    "ShardedStats": "tieredemb.sharding.stats",
     "ShardedTieredEmbeddingBagCollection": "tieredemb.sharding.collection",
     "TableWise": "tieredemb.sharding.layout",
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from examples.dlrm.criteo import Rows
 from tieredemb.cache.stats import CacheStats
+
+COUNTERS = [each.name for each in fields(CacheStats)]
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Processes:
         return total
 
     def total(self, stats: CacheStats) -> CacheStats:
-        """The counters of all processes together. Each looks up batches, and all of them the same number."""
+        """The counters of the caches of all processes together. Each looks up batches, and all of them the same number.
+        What processes send each other is none of them: one that goes on alone has nothing of the kind."""
         if self.size == 1:
             return stats
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, stats)
-        return replace(sum(found, CacheStats()), batches=stats.batches)
+        counted = {name: sum(getattr(each, name) for each in found) for name in COUNTERS}
+        return CacheStats(**counted | {"batches": stats.batches})
 
     def gather(self, values: Tensor) -> Tensor:
         """The `values` (N, …), of any N, of all processes, rank by rank, on each of them."""

@@ -107,6 +107,16 @@ class Step:
         return run()
 
 
+def stand_in(step, patches):
+    """Has rings, on the CPU, capture and replay what stands in for their step."""
+    patches.setattr(ring, "on_device", lambda device: contextlib.nullcontext())
+    patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
+    patches.setattr(ring, "own_stream", lambda *given: None)
+    patches.setattr(torch.cuda, "Event", lambda: Event(1))
+    patches.setattr(ring, "on_stream", lambda stream: contextlib.nullcontext())
+    patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
+
+
 def runs(rank, size, events, max_ids=40):
     """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
     gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
@@ -115,12 +125,7 @@ def runs(rank, size, events, max_ids=40):
         TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=max_ids
     )
     step, patches = Step(model), pytest.MonkeyPatch()
-    patches.setattr(ring, "on_device", lambda device: contextlib.nullcontext())
-    patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
-    patches.setattr(ring, "own_stream", lambda *given: None)
-    patches.setattr(torch.cuda, "Event", lambda: Event(1))
-    patches.setattr(ring, "on_stream", lambda stream: contextlib.nullcontext())
-    patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
+    stand_in(step, patches)
     steps, errors = Ring(step, step, 0, model.agreement, StepSummary()), []
     try:
         with warnings.catch_warnings():

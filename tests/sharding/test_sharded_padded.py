@@ -119,7 +119,7 @@ def sizes_sent(rank, size, max_ids, samples, ahead):
         loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
         for batch in loop:
             step_of(model, batch, weighted=False)
-    sent = [tuple(sending.sent) for _, sending in calls]
+    sent = [tuple(sending.sent) for _, sending, *_ in calls]
     model.close()
     return Counter(sent), [str(each.message) for each in told if "max_ids" in str(each.message)]
 

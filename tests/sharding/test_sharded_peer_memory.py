@@ -11,7 +11,7 @@ import torch
 from devices import equal
 from sharding import test_sharded_gpus
 from sharding.ranks import batch_of, calls_of, seven, tables_of
-from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, compare, world
+from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, check_counted, compare, world
 from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
@@ -70,6 +70,15 @@ def test_the_bits_of_one_process(world, keywords, ahead):
 @AT_ONCE_OR_AHEAD
 def test_many_steps(world, ahead):
     compare(world, sharding="rows", steps=10_000, distinct=500, capacity=0.3, ahead=ahead, run=captured_run)
+
+
+def counts(rank, size):
+    with writing():
+        return test_sharded_gpus.counts(rank, size)
+
+
+def test_what_is_written_counts_as_sent(world):
+    check_counted(world, counts)
 
 
 # --- beside what is sent ----------------------------------------------------------------------------------------------

@@ -311,9 +311,9 @@ def counts_sent(rank, size, tables, sharding, shape):
     exchange = model._ranks._context.exchange
     send = exchange.send
 
-    def counted(sending):
+    def counted(sending, *kind):
         sent.append(sending.given.numel())
-        return send(sending)
+        return send(sending, *kind)
 
     exchange.send = counted
     step_of(model, batch_of(tables, 0, rank, samples=seven, shape=shape), weighted=False)

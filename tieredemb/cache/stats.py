@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,13 @@ class CacheStats:
         """Share of the lookups that hit; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
 
-    def __sub__(self, earlier: CacheStats) -> CacheStats:
+    def __sub__(self, earlier: CacheStats) -> Self:
         return self._combine(earlier, -1)
 
-    def __add__(self, other: CacheStats) -> CacheStats:
+    def __add__(self, other: CacheStats) -> Self:
         return self._combine(other, 1)
 
-    def _combine(self, other: CacheStats, sign: int) -> CacheStats:
-        return CacheStats(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})
+    def _combine(self, other: CacheStats, sign: int) -> Self:
+        kind = type(other) if isinstance(other, type(self)) else type(self)  # whose counters are those of both
+        names = [each.name for each in fields(kind)]
+        return kind(**{name: getattr(self, name, 0) + sign * getattr(other, name, 0) for name in names})

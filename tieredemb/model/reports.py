@@ -14,8 +14,9 @@ from tieredemb.model.found import found_tables, tiered_modules
 
 def stats(model: nn.Module) -> CacheStats:
     """Counters of all tables of a model since they were built, those of caches that several share once; of sharded
-    tables the rows that this rank owns. Subtract two snapshots to measure a stretch of work. Synchronises with a GPU,
-    and raises what it has found wrong since. Raises `ConfigError` for a model without tiered tables.
+    tables the rows that this rank owns, and what it has sent (`ShardedStats`). Subtract two snapshots to measure a
+    stretch of work. Synchronises with a GPU, and raises what it has found wrong since. Raises `ConfigError` for a model
+    without tiered tables.
 
     >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
     >>> before = tieredemb.stats(model)

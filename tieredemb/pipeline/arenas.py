@@ -70,7 +70,8 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 class StepGraph(Generic[R]):
     """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `effects`: on
     the books of each cache · `states`: of the plans that it uses · `memories`: where those and the ones that it makes
-    are, by arenas · `launched`: these, as they were captured · `form`: of what ranks exchange in it (`Agreement`)."""
+    are, by arenas · `launched`: these, as they were captured · `form`: of what ranks exchange in it, and
+    `count_sent`: counts what a replay sends (`Agreement`)."""
 
     graph: torch.cuda.CUDAGraph
     result: R
@@ -79,6 +80,12 @@ class StepGraph(Generic[R]):
     memories: list[list[Any]]
     launched: tuple[list[PlannedCall], list[PlannedGroup]]
     form: object
+    count_sent: Callable[[], object]
+
+    def replay(self) -> None:
+        """Launches it. Does not synchronise."""
+        self.graph.replay()
+        self.count_sent()
 
     def fits(self, arenas: Sequence[Arena[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it

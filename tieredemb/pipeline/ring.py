@@ -45,7 +45,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
@@ -298,10 +298,11 @@ class Ring(Generic[R]):
 
     def _exchanging(
         self, computing: Arena[R], planning: Arena[R], named: Lookups | None
-    ) -> AbstractContextManager[None]:
-        """A step is captured inside, which plans the batch of one arena and computes that of another, or the same."""
+    ) -> AbstractContextManager[Callable[[], object]]:
+        """A step is captured inside, which plans the batch of one arena and computes that of another, or the same. What
+        this yields is called once for each replay."""
         if self._agreement is None:
-            return nullcontext()
+            return nullcontext(_count_nothing)
         hold(self)
         given = [each.given for each in planning.expected(self._step, named)]
         planned = [each.given for each in computing.expected(self._step, named)] if self.reach else []
@@ -445,7 +446,7 @@ class Ring(Generic[R]):
                     caches.enter_context(cache.capturing(_tickets(known, cache)))
                 with (
                     step.on_buffers(),
-                    self._exchanging(computing, planning, named),
+                    self._exchanging(computing, planning, named) as count_sent,
                     step.capture(graph),
                     forked(self._executor.stream) if self.reach else nullcontext(),
                 ):
@@ -458,6 +459,7 @@ class Ring(Generic[R]):
             if self._agreement is not None:  # raises where another has failed
                 self._agreement.agree(CAPTURES << self.reach, step=step.number)
             graph.replay()
+            count_sent()
             effects = [cache.end_capture(_tickets(planned, cache)) for cache in books]
         except BaseException as error:
             for cache in books:
@@ -480,6 +482,7 @@ class Ring(Generic[R]):
                 memories=[arena.memories for arena in arenas],
                 launched=planning.launched,
                 form=self._form,
+                count_sent=count_sent,
             )
         self._leave()
         return result
@@ -510,7 +513,7 @@ class Ring(Generic[R]):
         if not self.reach:  # it leaves no batch in flight
             for division in step.divisions:
                 division.note_replay()
-            graph.graph.replay()
+            graph.replay()
             return graph.result
         try:
             opened = {cache: cache.apply(effects) for cache, effects in zip(books, graph.effects, strict=True)}
@@ -518,7 +521,7 @@ class Ring(Generic[R]):
             arrived = [part.ticket for call in known for part in call.parts]
             for cache, effects in zip(books, graph.effects, strict=True):
                 arrived += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
-            graph.graph.replay()
+            graph.replay()
             for cache in books:
                 cache.rows_arrived(arrived)
             computing.over()
@@ -532,6 +535,10 @@ class Ring(Generic[R]):
         """A step is over, and has left batches in flight."""
         self._last = [cache.plans for cache in self._books]
         self._pending = [cache.unfinished for cache in self._books]
+
+
+def _count_nothing() -> None:
+    """Of a step of one process."""
 
 
 @contextmanager

@@ -31,6 +31,10 @@ class Alone(Ranks):
         return [self._all]
 
     @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
     def engine(self) -> Engine:
         return self._all.engine
 

@@ -36,6 +36,7 @@ from tieredemb.sharding.context import ShardedContext, check_update
 from tieredemb.sharding.exchange import Sending
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
+from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -348,9 +349,9 @@ class ShardedCall:
             return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._given = None
         with exchange.agreed():
-            self._rows = self._came(sending)
+            self._rows = self._came(sending, ROWS)
             for bags, each in kept:
-                came = exchange.send(each)
+                came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
                     bags.keep(came)
         if context.captures is not None:
@@ -369,12 +370,15 @@ class ShardedCall:
         )
         return rooms if fits else [None] * len(parts)  # not of a forward among such as were planned ahead
 
-    def _came(self, sending: Sequence[Sending | torch.Tensor]) -> list[torch.Tensor]:
-        """What comes of several that all ranks send, or write to where it is."""
-        if any(isinstance(each, torch.Tensor) for each in sending):
+    def _came(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
+        """What comes of several of a `kind` that all ranks send, or write to where it is."""
+        exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
+        if written:
             assert self.context.captures is not None
             self.context.captures.symmetric.barrier()
-        return [each if isinstance(each, torch.Tensor) else self.context.exchange.send(each) for each in sending]
+        for each in written:  # as much as comes
+            exchange.count(kind, each, len(each) - len(each) // exchange.size)
+        return [each if isinstance(each, torch.Tensor) else exchange.send(each, kind) for each in sending]
 
     def _look_behind(self) -> None:
         """Looks what was asked for, which may not fit the exchange that it was sent in: waits until its ids were found,
@@ -423,7 +427,7 @@ class ShardedCall:
         self.context.announce(Phase.FORWARD, error=failed)
         with exchange.agreed():
             for number, each in sending.items():
-                found[number] = exchange.send(each)
+                found[number] = exchange.send(each, IDS)
         return found
 
     @property
@@ -501,7 +505,7 @@ class ShardedCall:
         `ready` has come. Every rank takes part, and has agreed to. `is_infinite`: whether a gradient of any rank is."""
         exchange = self.context.exchange
         with exchange.agreed():
-            each = iter(self._came([each for its in ready.sending for each in its]))
+            each = iter(self._came([each for its in ready.sending for each in its], GRADIENTS))
             came = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
         found = []

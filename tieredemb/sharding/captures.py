@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -112,13 +113,16 @@ class Captures(Agreement):
         return functools.reduce(operator.and_, flags) & ((1 << WAY_BITS) - 1)
 
     @contextlib.contextmanager
-    def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[None]:
-        self._told = self._context.exchange.failures
+    def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
+        exchange = self._context.exchange
+        self._told = exchange.failures
         self._rooms = self._make_rooms(len(given), ahead=bool(planned))
         self._known = {identity(each) for each in (*given, *planned)}
+        exchange.tally = Counter()
         try:
-            yield
+            yield functools.partial(exchange.sent.update, exchange.tally)
         finally:
+            exchange.tally = exchange.sent
             self._known, self._rooms = set(), iter(())
 
     def _make_rooms(self, calls: int, *, ahead: bool) -> Iterator[list[PartRooms | None]]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import AHEAD, PlanKind
-from tieredemb.cache.stats import CacheStats
 from tieredemb.config import (
     Capacity,
     CheckIds,
@@ -48,6 +47,7 @@ from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
+from tieredemb.sharding.stats import ShardedStats
 from tieredemb.sharding.together import Together
 from tieredemb.step.batch import Batch
 from tieredemb.step.engine import Engine
@@ -376,9 +376,13 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     # --- reports and saving -----------------------------------------------------------------------------------------
 
-    def stats(self) -> CacheStats:
-        """Counters of the rows that this rank owns."""
-        return sum((held.engine.tables.stats() for held in self._held), CacheStats())
+    def stats(self) -> ShardedStats:
+        """Counters of the rows that this rank owns, and of what it has sent to other ranks (`ShardedStats`); subtract
+        two snapshots to measure a stretch of work."""
+        counted = self._ranks.exchange.stats()
+        for held in self._held:
+            counted += held.engine.tables.stats()
+        return counted
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation of this rank, by width and purpose; `peers`: what other ranks write to."""

@@ -12,12 +12,14 @@ from GPU to GPU by NCCL, or, in a group without it, through the hosts.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import tempfile
 import traceback
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
@@ -33,6 +35,7 @@ from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
 from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
 from tieredemb.sharding.mailbox import Mailbox, open_box
+from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
 if TYPE_CHECKING:
@@ -61,7 +64,9 @@ class Sending(NamedTuple):
 
 class Exchange:
     """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
-    `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL."""
+    `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL · `sent`: the bytes
+    that others were sent, of each kind · `tally`: what is counted into: `sent`, or the bytes
+    of a replay while a step is captured."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -87,6 +92,12 @@ class Exchange:
         self._mailbox: Mailbox | None = None  # of ranks of one host
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
         self._device: torch.device | None = None  # the GPU here, likewise
+        self.sent = self.tally = Counter[str]()
+        self._wait_seconds = 0.0
+
+    def stats(self) -> ShardedStats:
+        """What was sent, and waited for, so far."""
+        return ShardedStats(**self.sent, wait_seconds=self._wait_seconds)
 
     @property
     def group(self) -> Any:
@@ -150,8 +161,10 @@ class Exchange:
             mine = self._say(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
+        begin = monotonic()
         with self._answered(phase):
             theirs = self._received(mine)
+        self._wait_seconds += monotonic() - begin
         return theirs[:, : WORDS - 1].tolist(), theirs
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
@@ -193,7 +206,9 @@ class Exchange:
         mine = np.array([*words, *counts.words], np.int64)
         if not self._has_told:
             self._has_told = True
+            begin = monotonic()
             self._mailbox = self._open_mailbox(len(mine), phase)
+            self._wait_seconds += monotonic() - begin
         if self._mailbox is not None:
             self._mailbox.send(mine)
         return mine
@@ -339,20 +354,26 @@ class Exchange:
         came = out if given.device == out.device else _pinned(out.shape, out.dtype)
         return Sending(given, list(sent), list(received), came, out)
 
-    def send(self, sending: Sending) -> torch.Tensor:
+    def send(self, sending: Sending, kind: str = "") -> torch.Tensor:
         """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
-        NCCL the current stream waits for them, and not the host."""
+        NCCL the current stream waits for them, and not the host. `kind`: what it counts as, if it does."""
         given, sent, received, came, out = sending
         with self._answered(Phase.ROWS):
             dist.all_to_all_single(came, given, received, sent, group=self.group)
+        if kind:
+            self.count(kind, given, sum(sent) - sent[self.rank])
         return out if came is out else out.copy_(came, non_blocking=True)
+
+    def count(self, kind: str, values: torch.Tensor, sent: int) -> None:
+        """Counts that other ranks were `sent` so many of such `values`, (·, …)."""
+        self.tally[kind] += sent * values.element_size() * math.prod(values.shape[1:])
 
     def joined(
         self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Sends several `values` (·, …) of one kind in one exchange; `sent`, `received`: of each. What came of each."""
+        """Sends several `values` (·, …) of ids in one exchange; `sent`, `received`: of each. What came of each."""
         given, to_each = self.packed(values, sent)
-        came = self.send(self.sending(given, to_each, [*map(sum, zip(*received, strict=True))]))
+        came = self.send(self.sending(given, to_each, [*map(sum, zip(*received, strict=True))]), IDS)
         return self.unpacked(came, received)
 
     def packed(self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tieredemb.cache.base import PlanKind
+from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.shard import Held
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -37,6 +38,11 @@ class Ranks(abc.ABC):
     def agreement(self) -> Agreement | None:
         """See `LookupModule.agreement`."""
         return None
+
+    @property
+    @abc.abstractmethod
+    def exchange(self) -> Exchange:
+        """What the ranks exchange by."""
 
     @property
     @abc.abstractmethod

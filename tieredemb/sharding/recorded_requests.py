@@ -33,6 +33,7 @@ from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.header import Bound, Bounds, Most
 from tieredemb.sharding.padding import MOST_ENTRIES
+from tieredemb.sharding.stats import IDS
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
@@ -264,7 +265,7 @@ class RecordedRequest:
         requested of this rank. Does not synchronise, by NCCL."""
         exchange = self._exchange
         with on_device(self._device):
-            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank))
+            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS)
             self._take.replay([])
             requests = [request.apart() for request in self._requests]
             self.used()

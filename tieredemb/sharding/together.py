@@ -53,7 +53,6 @@ class Together(Ranks):
 
     @property
     def exchange(self) -> Exchange:
-        """What the ranks exchange by."""
         return self._context.exchange
 
     @property

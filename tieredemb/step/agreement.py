@@ -77,8 +77,9 @@ class Agreement(abc.ABC):
     @abc.abstractmethod
     def capturing(
         self, given: Sequence[Given], *, planned: Sequence[Given] = ()
-    ) -> contextlib.AbstractContextManager[None]:
-        """A step is captured inside. `given`: the inputs that it looks up; of one that goes ahead, those that it plans
+    ) -> contextlib.AbstractContextManager[Callable[[], object]]:
+        """A step is captured inside; what this yields counts what a replay sends other ranks: it is called once for
+        each. `given`: the inputs that it looks up; of one that goes ahead, those that it plans
         · `planned`: of one that goes ahead, the inputs that it looks up, which an earlier step has planned; a forward
         that is computed again asks for them again. There are no others. A collective, until the capture begins."""
 
