@@ -61,7 +61,7 @@ from tieredemb.kernels.streams import on_device, on_stream, own_stream, side_by_
 from tieredemb.pipeline.arenas import Arena, Lookups, PlannedCall, StepGraph, states_of
 from tieredemb.pipeline.batches import tensors_of
 from tieredemb.pipeline.buffers import Buffers, waits_to_load
-from tieredemb.pipeline.captured import StepFunction
+from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlannedGroup, drop_all
 from tieredemb.pipeline.summary import (
@@ -473,6 +473,7 @@ class Ring(Generic[R]):
                 self._left = 1
             self._explain(error)
             raise
+        step.eager_steps = EAGER_STEPS  # DistributedDataParallel needs its own once
         if planned or not self.reach:  # else another thread has dropped them
             computing.graph = StepGraph(
                 graph=graph,
