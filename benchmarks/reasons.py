@@ -117,13 +117,13 @@ REASONS = (
         "prefetch where the host binds",
         "cuda-loops",
         r"^prefetch / eager, shape",
-        "No loop went ahead in the end. Loops of one kind differ by as much: the host sets their pace.",
+        "The host binds, and no loop went ahead in the end. Loops without prefetch differ as much.",
     ),
     Reason(
         "prefetch of rows of 16 bits",
         "cuda-loops",
         r"-bf16, prefetch / eager",
-        "The interval holds the bar: half as many bytes come over PCIe, so there is less to hide.",
+        "The target lies within the measured interval. Rows have half the bytes, so there is less to hide.",
     ),
     Reason(
         "two GPUs whose steps take a fraction of a millisecond",

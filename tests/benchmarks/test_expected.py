@@ -12,8 +12,9 @@ from benchmarks.charts import Results
 from benchmarks.record import RESULTS
 
 
-def test_more_gpus_take_longer_by_their_exchanges():
-    results = Results(RESULTS)
+def test_more_gpus_take_longer_by_their_exchanges(tmp_path):
+    shutil.copy(RESULTS / "cuda-sharding.json", tmp_path)
+    results = Results(tmp_path)
     for work, _ in expected.WORK:
         (two, how), (four, of_four), (eight, of_eight) = (
             expected.of_ranks(results, work, ranks) for ranks in expected.RANKS

@@ -541,6 +541,39 @@ def test_shapes_that_come_again_are_captured_too(device, capacity, ahead):
     assert summary.replayed + summary.captured + summary.eager.total() == len(given)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_smaller_last_batch_is_replayed_from_some_epoch_on(gpu, ahead):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5))
+    train = te.graph_step(lambda ids: table(ids).sum().backward())
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(6)]
+    given.append(given[0][:5])
+    replayed = 0
+    for _ in range(8):
+        for ids in te.prefetch(given, table) if ahead else given:
+            before = train.summary().replayed
+            train(ids)
+        replayed += train.summary().replayed - before  # of the last batch
+    assert replayed >= 3
+    assert idle(table)
+
+
+def test_shapes_that_take_turns_are_captured_as_far_as_they_are_kept(device):
+    """The first one of them is kept for good."""
+    tables = [te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5)) for _ in "ab"]
+    train = te.graph_step(lambda ids: tables[0](ids).square().sum().backward())
+    given = [randint(0, ROWS, (1 + step % 10, 3), seed=step) for step in range(120)]
+    for ids in given:
+        train(ids)
+        tables[1](ids).square().sum().backward()
+    assert_same_bits(bits(tables[0]), bits(tables[1]))
+    if device == "cuda":
+        assert train.summary().captured <= 12
+        assert train.summary().replayed >= 40
+        before = train.summary().replayed
+        train(given[0])
+        assert train.summary().replayed == before + 1
+
+
 def test_requests_of_any_size_are_captured(device):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="mean", capacity=20)
     serve = te.graph_forward(table)
@@ -748,9 +781,10 @@ def test_buffers_of_more_ids_and_of_other_forms():
         offsets = torch.tensor([0, 1, ids])
         return {"sample": Sample(torch.arange(ids, dtype=dtype), offsets, torch.zeros(labels)), "name": name}
 
-    assert [own.takes(batch) for batch in (batch_of(6), batch_of(7), batch_of(4, labels=3))] == [True, False, False]
-    assert own.takes(batch_of(4, dtype=torch.int32))  # which no buffers take
-    assert own.takes(torch.zeros(3))
+    others = [own.has_other_shapes(batch) for batch in (batch_of(6), batch_of(7), batch_of(4, labels=3))]
+    assert others == [False, True, True]
+    assert not own.has_other_shapes(batch_of(4, dtype=torch.int32))  # which no buffers take
+    assert not own.has_other_shapes(torch.zeros(3))
     assert own.form_of(batch_of(7)) == own.form
     larger = own.larger_for(batch_of(7))
     assert len(larger.batch["sample"].ids) >= 7
@@ -763,6 +797,37 @@ def test_buffers_of_more_ids_and_of_other_forms():
     assert other.batch["sample"].ids[:9].tolist() == [*range(9)]
     with pytest.raises(InvalidInputError, match=r"\.label has shape \(2,\)"):
         other.load(batch_of(9))
+
+
+def test_buffers_of_another_form_are_as_distinct_as_the_first():
+    """Whatever one tensor the batch has at several places that they are made for."""
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    given = [torch.arange(6).reshape(2, 3) + at for at in range(5)]
+    with observe_forwards() as forwards, torch.no_grad():
+        for each in given:
+            table(each)
+    fewer = [each[:1] for each in given]
+    other = Buffers(given, forwards).of_form_of([fewer[0], fewer[0], *fewer[2:]])
+    other.load(fewer)
+    assert all(equal(*pair) for pair in zip(other.batch, fewer, strict=True))
+    same = Buffers([given[0]] * 5, forwards).of_form_of([fewer[1]] * 5)
+    same.load([fewer[3]] * 5)
+    assert all(equal(each, fewer[3]) for each in same.batch)
+    with pytest.raises(InvalidInputError, match="was one tensor with another place"):
+        same.load(fewer)
+
+
+def test_ids_of_a_row_each_do_not_fill_buffers_of_bags():
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", include_last_offset=True)
+    ids, offsets = torch.arange(4), torch.tensor([0, 1, 4])
+    with observe_forwards() as forwards, torch.no_grad():
+        table(ids, offsets)
+    own = Buffers((ids, offsets), forwards)
+    other = own.of_form_of((torch.arange(24).reshape(8, 3), offsets))
+    for batch in ((torch.arange(3), offsets), (torch.arange(8), offsets), (torch.tensor(3), offsets)):
+        assert other.has_other_shapes(batch)
+    other.load((torch.arange(24).reshape(8, 3) + 1, offsets))
+    assert own.of_form_of((torch.tensor(3), offsets)).has_other_shapes((ids, offsets))
 
 
 def test_bags_without_a_last_offset_have_as_many_ids_as_the_first():

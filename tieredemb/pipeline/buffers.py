@@ -52,26 +52,22 @@ class Buffers:
             self._buffer[path] = buffer
         self._are_distinct = len(new) == len(self._buffer)
         self.batch = map_tensors(batch, lambda tensor: new[id(tensor)])
+        self._check_copied()
         self._shapes = self._alike_shapes()
-        if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
-            raise InvalidInputError(
-                "the batch has tensors inside of objects that cannot be copied; a captured step takes batches of "
-                "mappings, sequences and dataclasses"
-            )
 
     def another(self) -> Buffers:
         """Buffers of the same shapes, of their own memory."""
         return self._of({id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()})
 
-    def takes(self, batch: Any) -> bool:
-        """Whether `load` takes it, or refuses what no other buffers take either."""
+    def has_other_shapes(self, batch: Any) -> bool:
+        """Whether `load` raises `OtherShapesError`."""
         try:
             self._targets(batch)
         except OtherShapesError:
-            return False
-        except InvalidInputError:
             return True
-        return True
+        except InvalidInputError:
+            return False
+        return False
 
     @property
     def form(self) -> Hashable:
@@ -84,16 +80,15 @@ class Buffers:
 
     def of_form_of(self, batch: Any) -> Buffers:
         """Buffers of another form: that of `batch`, which has tensors of the same dtypes at the same places."""
-        new: dict[int, torch.Tensor] = {}
-        for path, tensor in tensors_of(batch):
+        apart = map_tensors(batch, torch.Tensor.detach)  # one object for each place, whatever is one tensor in it
+        new, at = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for path, tensor in tensors_of(apart):
             buffer = self._buffer[path]
-            shape = (room_for(len(tensor)),) if self._has_any_length(path, tensor) else tensor.shape
-            new[id(tensor)] = buffer.new_zeros(shape)
-        other = copy.copy(self)
-        other._buffer = {path: new[id(tensor)] for path, tensor in tensors_of(batch)}
-        other.batch = map_tensors(batch, lambda tensor: new[id(tensor)])
-        other._shapes = other._alike_shapes()
-        return other
+            if id(buffer) not in new:
+                shape = (room_for(len(tensor)),) if self._has_any_length(path, tensor) else tensor.shape
+                new[id(buffer)] = buffer.new_zeros(shape)
+            at[id(tensor)] = new[id(buffer)]
+        return self._of(new, map_tensors(apart, lambda tensor: at[id(tensor)]))
 
     def larger_for(self, batch: Any) -> Buffers:
         """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come."""
@@ -112,13 +107,22 @@ class Buffers:
     def _has_any_length(self, path: Path, tensor: torch.Tensor) -> bool:
         return path in self._any_length and tensor.dim() == 1
 
-    def _of(self, new: dict[int, torch.Tensor]) -> Buffers:
-        """The same, with other memory: `new` for each buffer, by its identity."""
+    def _of(self, new: dict[int, torch.Tensor], batch: Any = None) -> Buffers:
+        """The same, with other memory: `new` for each buffer, by its identity; `batch`: where it is not as before."""
         other = copy.copy(self)
         other._buffer = {path: new[id(tensor)] for path, tensor in self._buffer.items()}
-        other.batch = map_tensors(self.batch, lambda tensor: new[id(tensor)])
+        other.batch = map_tensors(self.batch, lambda tensor: new[id(tensor)]) if batch is None else batch
+        other._check_copied()
         other._shapes = other._alike_shapes()
         return other
+
+    def _check_copied(self) -> None:
+        """Raises `InvalidInputError` where tensors of the batch are still the user's."""
+        if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
+            raise InvalidInputError(
+                "the batch has tensors inside of objects that cannot be copied; a captured step takes batches of "
+                "mappings, sequences and dataclasses"
+            )
 
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises, before anything changes, `OtherShapesError` for one that other buffers would take,
@@ -198,7 +202,7 @@ class Buffers:
         if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
             return buffer
         self._check_dtype(path, tensor)
-        if self._has_any_length(path, tensor) and len(tensor) <= len(buffer):
+        if self._has_any_length(path, tensor) and buffer.dim() == 1 and len(tensor) <= len(buffer):
             return buffer[: len(tensor)]
         raise OtherShapesError(
             f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}"

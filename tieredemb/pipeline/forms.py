@@ -1,4 +1,4 @@
-"""The forms of batches that a captured step has graphs for. A form is the shapes of a batch's tensors, but for how many
+"""The forms of batches that a captured step has graphs for. A form is the shapes of a batch's tensors, without how many
 ids there are: a smaller last batch has another one, and so have the requests of a service."""
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from tieredemb.pipeline.summary import StepSummary
 from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
-MOST_FORMS = 8  # that have graphs, those used last
-MOST_COUNTED = 64  # forms that have none, the last ones
-TIMES = 2  # that a form comes before it gets buffers of its own
+MOST_FORMS = 8  # forms that are kept: the first one, and those used last
+MOST_COUNTED = 64  # other forms that are counted, those used last
+TIMES = 2  # how often a form comes before it is kept
+TIMES_AGAIN = 16  # the same for one that was displaced: forms that take turns would displace one another
 
 
 class Forms(Generic[R]):
-    """Of each form the buffers, and the rings by how many batches they go ahead. `buffers`: of the first form ·
-    `agreement`: of the ranks that do the step together, if several do. Their graphs have one form: what a rank sends is
-    as large as the graphs of the others say."""
+    """Of each form the buffers, and the rings by how many batches they go ahead. One form is the present one.
+    `buffers`: of the first form · `agreement`: of the ranks that do the step together, if several do. They keep the
+    first form alone, as a graph of one rank exchanges what the graphs of the others do."""
 
     def __init__(
         self, step: StepFunction[R], buffers: Buffers, agreement: Agreement | None, summary: StepSummary
@@ -37,24 +38,29 @@ class Forms(Generic[R]):
         """That of the present form which goes so many batches ahead."""
         ring = self._rings.get(reach)
         if ring is None:
-            captures = self._agreement is None or self._buffers.form == self._first
-            ring = self._rings[reach] = Ring(
-                self._step, self._buffers, reach, self._agreement, self._summary, captures=captures
-            )
+            ring = self._rings[reach] = Ring(self._step, self._buffers, reach, self._agreement, self._summary)
         return ring
 
-    def known(self, reach: int) -> Ring[R] | None:
-        """That ring, if there is one yet."""
+    def ring_if_made(self, reach: int) -> Ring[R] | None:
+        """The same, where there is one already."""
         return self._rings.get(reach)
 
-    def takes(self, batch: Any) -> bool:
-        """Whether `batch` has the present form, and no more ids than there is room for. One that no buffers could take
-        is for the rings to refuse."""
-        return self._buffers.takes(batch)
+    def has_other_shapes(self, batch: Any) -> bool:
+        """Whether a batch is of another form than the present one, or has more ids than there is room for. Not asked of
+        one that no form takes: the rings refuse it."""
+        return self._buffers.has_other_shapes(batch)
+
+    def grow(self, batch: Any) -> bool:
+        """Gives the present form room for all ids of `batch`, if the batch has this form; returns whether it has."""
+        if self._buffers.form_of(batch) != self._buffers.form:
+            return False
+        self.drop_plans()
+        self._turn_to(self._buffers.larger_for(batch), {})
+        return True
 
     def change(self, batch: Any) -> bool:
-        """Turns to the form of a `batch` that the present one does not take, or gives this room for more ids. Returns
-        False for a form that has not come often enough: it is to be run as the function."""
+        """Turns to the form of a `batch` that has other shapes, and gives that room for all its ids. Returns False for
+        a form that has not come often enough to be kept."""
         self.drop_plans()
         form = self._buffers.form_of(batch)
         buffers, rings = self._kept.get(form, (None, {}))
@@ -62,23 +68,25 @@ class Forms(Generic[R]):
             times = self._times[form] = self._times.pop(form, 0) + 1
             if len(self._times) > MOST_COUNTED:
                 self._times.popitem(last=False)
-            if times < TIMES and self._agreement is None:
+            if times < TIMES:
                 return False
             buffers = self._buffers.of_form_of(batch)
-        elif not buffers.takes(batch):
+        elif buffers.has_other_shapes(batch):
             buffers, rings = buffers.larger_for(batch), {}
         self._turn_to(buffers, rings)
         return True
+
+    def drop_plans(self) -> None:
+        """Drops the plans of the batches of the next calls, which are all of the present form."""
+        for ring in list(self._rings.values()):
+            ring.drop_plans()
 
     def _turn_to(self, buffers: Buffers, rings: dict[int, Ring[R]]) -> None:
         self._buffers, self._rings = buffers, rings
         self._kept[buffers.form] = buffers, rings
         self._kept.move_to_end(buffers.form)
         if len(self._kept) > MOST_FORMS:
-            displaced, _ = self._kept.popitem(last=False)
-            self._times[displaced] = -MOST_COUNTED  # it has to come more often than others before it displaces one
-
-    def drop_plans(self) -> None:
-        """Drops the plans of the batches of the next calls, which are all of the present form."""
-        for ring in list(self._rings.values()):
-            ring.drop_plans()
+            displaced = next(form for form in self._kept if form != self._first)
+            del self._kept[displaced]
+            self._times.pop(displaced, None)  # it is counted as the one used last
+            self._times[displaced] = TIMES - TIMES_AGAIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # what captures is imported where there is a GPU
     from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
+MANY_EAGER = 16  # batches of other shapes that ranks run before they are told that none is captured
 AHEAD = 2  # batches that a step goes ahead: the rows of one come, while the other is planned
 
 
@@ -81,17 +83,44 @@ class GraphStep(Generic[R]):
         assert forms is not None
         if loop is not None and self._autotuner is not None:
             self._autotuner.step()
-        if self._agreement is not None and not forms.takes(batch):  # ranks are to agree on the ring that runs it
-            forms.change(batch)
+        if self._agreement is not None:
+            return self._among_ranks(self._agreement, step, forms, batch, loop)
         try:
             return self._run(forms, batch, loop, drains=bool(due))
         except OtherShapesError:  # before anything was done
-            if not forms.change(batch):
-                return self._eagerly(step, batch, OTHER_SHAPES)
+            pass
+        if not forms.change(batch):
+            return self._eagerly(step, batch, OTHER_SHAPES)
         return self._run(forms, batch, loop, drains=bool(due))
 
-    def _run(self, forms: Forms[R], batch: Any, loop: Run[Any] | None, *, drains: bool) -> R:
-        """Runs a batch of the present form, if it is of that."""
+    def _among_ranks(
+        self, agreement: Agreement, step: StepFunction[R], forms: Forms[R], batch: Any, loop: Run[Any] | None
+    ) -> R:
+        """The step of several ranks. A batch that has other shapes than the first one all of them run as the function,
+        on this rank on the batch itself; one of more ids, too, and this rank has more room then."""
+        try:
+            is_known = bool(self._planned_from(batch)) or not forms.has_other_shapes(batch) or forms.grow(batch)
+            forms.ring(0 if loop is None else AHEAD)
+        except Exception as error:
+            agreement.agree(0, error, step=step.number)
+            raise
+        if is_known:
+            return self._run(forms, batch, loop)
+        self._drop_plans()
+        agreement.agree(0, step=step.number)
+        self._summary.eager[OTHER_SHAPES] += 1
+        if self._summary.eager[OTHER_SHAPES] == MANY_EAGER and not self._summary.captured:
+            warnings.warn(
+                f"a captured step of several ranks has run {MANY_EAGER} batches as the function, and captured none: "
+                f"its graphs have the shapes of the first batch, and these have others; begin with one like most, or "
+                f"make a new graph_step",
+                stacklevel=3,
+            )
+        with step.on_buffers():  # as other ranks, whose batches are in buffers: all learn alike how many ids come
+            return step(batch)
+
+    def _run(self, forms: Forms[R], batch: Any, loop: Run[Any] | None, *, drains: bool = False) -> R:
+        """Runs a batch that has the present form. Raises `OtherShapesError` for another one."""
         reach, most = (0, 0) if loop is None else self._reach(forms, batch, loop, drains=drains)
         ring = forms.ring(reach)
         try:
@@ -119,24 +148,23 @@ class GraphStep(Generic[R]):
 
     def _reach(self, forms: Forms[R], batch: Any, loop: Run[Any], *, drains: bool) -> tuple[int, int]:
         """How many batches the step goes ahead, in a loop that fetches ahead, and how many of the next ones it is
-        given. Where it does not pay to go ahead, the next batch has another form, or it `drains`, those that are
-        planned are used first: none is planned twice. Several ranks always go ahead."""
-        autotuner = self._autotuner
-        planned = self._planned_from(batch)
+        given. Where it does not pay to go ahead, there is no next batch of the same form, or it `drains`, those
+        that are planned are used first: none is planned twice. Several ranks always go ahead."""
+        autotuner, planned = self._autotuner, self._planned_from(batch)
         if not drains and (autotuner is None or autotuner.ahead):
-            following = [] if planned or self._agreement is not None else loop.following(1)
-            if all(map(forms.takes, following)):
+            following = loop.following(1)
+            if autotuner is None or planned or (following and not forms.has_other_shapes(following[0])):
                 return AHEAD, AHEAD
         if planned:
             return AHEAD, planned - 1
-        ahead = forms.known(AHEAD)
+        ahead = forms.ring_if_made(AHEAD)
         if ahead is not None:
             ahead.drop_plans()  # of other batches than come now
         return 0, 0
 
     def _planned_from(self, batch: Any) -> int:
         """How many batches are planned ahead, if `batch` is the first of them; else 0."""
-        ahead = None if self._forms is None else self._forms.known(AHEAD)
+        ahead = None if self._forms is None else self._forms.ring_if_made(AHEAD)
         return 0 if ahead is None else ahead.planned_from(batch)
 
     def _leave_loop(self) -> None:
@@ -208,12 +236,12 @@ class GraphStep(Generic[R]):
         if failed is not None:
             raise failed
         if is_clear:
-            self._step, self._agreement = step, agreement
-            self._forms = Forms(step, buffers, agreement, self._summary)
             known = self._autotuner
             if agreement is None and (known is None or known.device != step.device):
                 self._autotuner = Autotuner(step.device, AHEAD)
             step.number = 0 if agreement is None else agreement.begin_step()
+            self._forms, self._agreement = Forms(step, buffers, agreement, self._summary), agreement
+            self._step = step
 
 
 def _plan_nothing() -> None:
@@ -276,8 +304,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     Batches have one structure and the same dtypes. Ids (and per-sample weights) may differ in number where offsets name
     the end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it),
     or for `max_ids`; for a batch with more the step is captured anew, with room for some more. Other shapes, as of a
-    smaller last batch, are run by the function once, and then have graphs of their own: those of eight are kept, and
-    none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest was not.
+    smaller last batch, are run by the function once, and then have graphs of their own: eight shapes have some at a
+    time, and none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest was not.
     What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
     so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning
     rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there (torch's

@@ -43,7 +43,6 @@ finds them by number.
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -69,7 +68,6 @@ from tieredemb.pipeline.summary import (
     NOTHING_AHEAD,
     OTHER_PLANS,
     OTHER_RANK,
-    OTHER_SHAPES,
     WARM_UP,
     StepSummary,
 )
@@ -86,7 +84,7 @@ PLANNED, NEXT_PLANNED, NEXT_LOADED, LAST_LOADED = 4, 8, 16, 32
 class Ring(Generic[R]):
     """A captured step of batches of one form. `buffers`: a template of those that batches are copied to · `reach`: how
     many it goes ahead, 0 or 2 · `agreement`: that of the ranks which do it together, if several do: each call is a
-    collective then · `summary`: where it counts how calls are run · `captures`: else all are the function itself."""
+    collective then · `summary`: where it counts how calls are run."""
 
     def __init__(
         self,
@@ -95,8 +93,6 @@ class Ring(Generic[R]):
         reach: int,
         agreement: Agreement | None,
         summary: StepSummary,
-        *,
-        captures: bool = True,
     ) -> None:
         self.reach = reach
         self._summary = summary
@@ -104,7 +100,7 @@ class Ring(Generic[R]):
         # of the batch that is computed, and of the next ones
         self._arenas = [Arena[R](buffers.another()) for _ in range(reach + 1)]
         # steps before a capture: one more of several ranks that go ahead, as the first find out how much they send
-        self._left = step.eager_steps + (agreement is not None and reach > 0) if captures else math.inf
+        self._left = step.eager_steps + (agreement is not None and reach > 0)
         self._plans_as_one = True  # what a step plans at once, until its function looks up something else
         self._books = step.caches if reach else []  # caches that learn of replays: these leave batches in flight
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
@@ -223,7 +219,7 @@ class Ring(Generic[R]):
         if self.reach and not (way & PLANNED and way & NEXT_PLANNED and way & LAST_LOADED):
             return NOTHING_AHEAD
         if self._left > 0:
-            return OTHER_SHAPES if math.isinf(self._left) else WARM_UP
+            return WARM_UP
         return OTHER_PLANS if self._was_fresh else IN_FLIGHT
 
     def _load_ahead(self, batch: Any, following: Sequence[Any]) -> tuple[int, list[PlannedCall], bool]:

@@ -65,8 +65,8 @@ class Sending(NamedTuple):
 class Exchange:
     """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
     `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL · `sent`: the bytes
-    that others were sent, of each kind · `tally`: what is counted into: `sent`, or the bytes
-    of a replay while a step is captured."""
+    that others were sent, of each kind · `tally`: what is counted into: `sent`, or the bytes of a replay while a step
+    is captured."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
