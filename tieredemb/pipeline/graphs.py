@@ -305,11 +305,11 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     the end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it),
     or for `max_ids`; for a batch with more the step is captured anew, with room for some more. Other shapes, as of a
     smaller last batch, are run by the function once, and then have graphs of their own: eight shapes have some at a
-    time, and none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest was not.
-    What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
-    so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning
-    rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there (torch's
-    `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
+    time, and none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest
+    was not. What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in
+    `.grad`, so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture:
+    learning rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there
+    (torch's `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
     `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
     must not wait for theirs.
 
