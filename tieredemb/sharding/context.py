@@ -242,10 +242,7 @@ class ShardedContext:
     def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
         """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
         its = iter(bounds)
-        by_entry = self.device.type == "cuda"
-        return [
-            shard.requests.of(samples, [next(its) for _ in shard.parts], by_entry=by_entry) for shard in self.shards
-        ]
+        return [shard.requests.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
 
     def check_room(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
