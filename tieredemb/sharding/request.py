@@ -303,7 +303,7 @@ class Request:
         request, stack = self.rebind(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
-            stack = replace(stack, runs=runs, row=stack.row.clone())
+            stack = replace(stack, runs=runs)
         given = (self.batch.ids, self._ends, next(_NUMBERS))
         request.batch = self.batch._replace(given=cast("Given", given), stack=stack)
         return request
