@@ -46,10 +46,10 @@ def asked_of(rank, sharding, shape, rows=None):
     return parts, kinds, [torch.cat(its) for its in came]
 
 
-def taken(parts, kinds, came, rank, *, knows_ends, rows=None, by_entry=False):
+def taken(parts, kinds, came, rank, *, knows_ends, rows=None):
     requests = Requests(parts, kinds, rank, RANKS, torch.device("cpu"))
     requests.knows_ends = knows_ends
-    request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts), by_entry=by_entry)
+    request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts))
     assert [len(values) for values in came] == [sum(part.message) for part in request.parts]
     request.take(came)
     return request
@@ -66,18 +66,16 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
     assert count == int(known.batch.offsets[-1])
     assert equal(unknown.batch.ids[:count], known.batch.ids)
     assert equal(unknown.batch.offsets, known.batch.offsets)
-    bags, stack, its = 0, unknown.batch.stack, known.batch.stack
-    if its is not None:
-        bags = its.bags
-        assert stack.bags == bags
-        assert equal(stack.row[:count], its.row)
-        assert bool((stack.row[count:] >= bags).all())  # of no bag
-        assert bool((stack.row < stack.rows).all())
-        for run, other in zip(stack.runs, its.runs, strict=True):
-            assert (run.rows, run.mode) == (other.rows, other.mode)
-            assert equal(run.edges, other.edges)
-        assert equal(stack.picked[: len(its.picked)], its.picked)
-        assert bool((stack.picked <= max(0, count - 1)).all())
+    stack, its = unknown.batch.stack, known.batch.stack
+    assert (stack.bags, stack.rows) == (its.bags, its.rows)
+    assert equal(stack.row[:count], its.row)
+    assert bool((stack.row[count:] >= its.bags).all())  # of no bag
+    assert bool((stack.row < stack.rows).all())
+    for run, other in zip(stack.runs, its.runs, strict=True):
+        assert (run.rows, run.mode) == (other.rows, other.mode)
+        assert equal(run.edges, other.edges)
+    assert equal(stack.picked[: len(its.picked)], its.picked)
+    assert bool((stack.picked <= max(0, count - 1)).all())
     rng = np.random.default_rng(0)
 
     def randn(*shape):
@@ -89,8 +87,8 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
     weighed = []
     call = SimpleNamespace(weigh=weighed.append)
     mine, theirs = known.gradient(call, grads), unknown.gradient(call, grads)
-    assert equal(theirs[: bags + count], mine[: bags + count])
-    assert len(theirs) == (room if stack is None else stack.rows)
+    assert equal(theirs, mine)
+    assert len(theirs) == stack.rows
     if weighed:
         assert equal(weighed[1][:count], weighed[0])
 
@@ -101,14 +99,12 @@ def test_an_update_that_is_put_off_reads_nothing_of_a_later_forward(sharding):
     request = taken(parts, kinds, came, 1, knows_ends=False)
     mine, stack = request.apart(), request.batch.stack
     assert len({identity(each.batch.given) for each in (request, mine, request.apart())}) == 3
-    if stack is None:
-        assert sharding == "rows"
-        return
-    kept = [stack.row.clone(), *(run.edges.clone() for run in stack.runs)]
-    for tensor in (stack.row, *(run.edges for run in stack.runs)):
-        tensor.zero_()  # a replay for the next forward
+    kept = [run.edges.clone() for run in stack.runs]
+    for run in stack.runs:
+        run.edges.zero_()  # a replay for the next forward
     own = mine.batch.stack
-    assert all(map(equal, [own.row, *(run.edges for run in own.runs)], kept))
+    assert all(map(equal, [run.edges for run in own.runs], kept))
+    assert own.row is stack.row  # a plan and a lookup read these, which are not put off
     assert own.picked is stack.picked
 
 
@@ -120,7 +116,7 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     the output is where its gradient will be."""
     rows = BOUND - 7
     parts, kinds, came = asked_of(rank, sharding, shape, rows)
-    request = taken(parts, kinds, came, rank, knows_ends=False, by_entry=True, rows=rows)
+    request = taken(parts, kinds, came, rank, knows_ends=False, rows=rows)
     plain = taken(*asked_of(rank, sharding, shape), rank, knows_ends=False)
     count, stack = int(plain.batch.offsets[-1]), request.batch.stack
     assert equal(request.batch.ids[:count], plain.batch.ids[:count])

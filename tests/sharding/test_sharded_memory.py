@@ -6,7 +6,8 @@ import time
 
 import pytest
 import torch
-from sharding.test_sharded_agreement import assert_same, batch, model_of, trained
+from sharding.ranks import sharding_of
+from sharding.test_sharded_agreement import TABLES, assert_same, batch, model_of, trained
 from sharding.test_sharded_failures import told
 from sharding.worlds import WAIT_S
 
@@ -38,8 +39,8 @@ def short(room):
 
 def runs_short(rank, size, where):
     """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
-    come, or for these in their order."""
-    model, errors = model_of(), []
+    come, or for these put together with those of bags."""
+    model, errors = model_of(sharding=sharding_of("every other" if where == "together" else "rows", TABLES)), []
     context, gradient = model._ranks._context, Request.gradient
     exchange, find = context.exchange, context.find
     for step in range(4):
@@ -60,7 +61,7 @@ def runs_short(rank, size, where):
             out = model(ids, offsets)
             if fails and where == "gradients":
                 exchange.room = short(Exchange.room)
-            if fails and where == "order":
+            if fails and where == "together":
                 Request.gradient = none_left
             out.backward(upstream)
 
@@ -72,7 +73,7 @@ def runs_short(rank, size, where):
     return errors, weights
 
 
-@pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "order"])
+@pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "together"])
 def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
     answers = worlds(2).run(runs_short, where)
     for errors, _ in answers:

@@ -106,8 +106,7 @@ def test_an_update_keeps_other_threads_from_the_rows_of_all_widths(worlds):
 
 
 HAPPENS = 4  # the step in which something does
-UPDATE = [Phase.BACKWARD, Phase.BACKWARD]  # on a CPU, where the gradients that come may yet be wrong
-PLANNED = [Phase.PLAN, Phase.FORWARD, *UPDATE]
+PLANNED = [Phase.PLAN, Phase.FORWARD, Phase.BACKWARD]
 
 
 def meets(rank, size, event, optimizer, weighted):
@@ -145,12 +144,13 @@ def meets(rank, size, event, optimizer, weighted):
     ("optimizer", "weighted", "usual"),
     [
         (te.Adagrad(lr=0.1), False, PLANNED),
-        (te.Adagrad(lr=0.1), True, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, *UPDATE]),
-        (te.Adam(lr=0.1), False, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, *UPDATE]),
+        (te.Adagrad(lr=0.1), True, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, Phase.BACKWARD, Phase.BACKWARD]),
+        (te.Adam(lr=0.1), False, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, Phase.BACKWARD]),
     ],
     ids=["announced with its rows", "weighted", "dense"],
 )
 def test_a_planned_forward_is_announced_with_its_rows_where_nothing_is_lost_by_it(worlds, optimizer, weighted, usual):
+    """Gradients that are yet to be multiplied by weights may be too many for a rank: then no rank updates."""
     for phases, errors, *_ in worlds(3).run(meets, None, optimizer, weighted):
         assert not errors
         assert phases[1:-1] == [usual] * (STEPS - 2)
@@ -164,7 +164,7 @@ def test_what_one_rank_has_not_planned_all_ask_for_anew(worlds):
     answers = worlds(3).run(meets, "no plan", te.Adagrad(lr=0.1), False)
     for rank, (phases, errors, outputs, _) in enumerate(answers):
         assert not errors
-        again = [Phase.PLAN, Phase.FORWARD, Phase.FORWARD, Phase.ROWS, *UPDATE]
+        again = [Phase.PLAN, Phase.FORWARD, Phase.FORWARD, Phase.ROWS, Phase.BACKWARD]
         assert phases[HAPPENS : HAPPENS + 2] == [again, again]  # it had planned two batches
         assert phases[HAPPENS + 2] == PLANNED
         assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))

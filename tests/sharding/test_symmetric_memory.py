@@ -29,7 +29,7 @@ def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
     def announce(phase, *, flag):
         theirs = 1 if flags is None else flags[len(headers)]
         headers.append(flag)
-        return SimpleNamespace(flags=torch.tensor([flag, *[theirs] * (len(places) - 1)]))
+        return SimpleNamespace(flags=[flag, *[theirs] * (len(places) - 1)])
 
     context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce)
     return SymmetricMemory(context), headers

@@ -117,13 +117,13 @@ class ShardedCall:
         if planned is None:
             return cls(context, batch, flag=flag)
         try:
-            flags = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead)).flags
-            _check_alike(flags)
+            header = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead))
+            _check_alike(header)
         except BaseException:
             planned.release()
             raise
-        if bool((flags & PLANNED).all()):
-            planned._told(flags)
+        if header.set_by_all & PLANNED:
+            planned._told(header.flags)
             return planned
         planned.release()
         return cls(context, batch, flag=flag)
@@ -207,7 +207,7 @@ class ShardedCall:
         meanwhile = self._find_and_pad if self._is_later else None
         while True:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
-            if (header.flags & PLANNED).any():  # others had a plan, which they now give up
+            if header.set_by_any & PLANNED:  # others had a plan, which they now give up
                 continue
             with context.exchange.agreed():
                 bounds = self._agreed_bounds(header)
@@ -230,7 +230,7 @@ class ShardedCall:
         """Tells all ranks how much each is asked for, as far as that is known."""
         flag |= LATER * self._is_later
         header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
-        _check_alike(header.flags)
+        _check_alike(header)
         return header
 
     def _agreed_bounds(self, header: Header) -> Bounds | None:
@@ -247,7 +247,7 @@ class ShardedCall:
                 context.recorded.note(header.samples, self._asks_for)
         if bounds is not None and take(bounds, most):
             return bounds
-        return None if (header.flags & LATER).any() else tuple(map(Bound.just, most))
+        return None if header.set_by_any & LATER else tuple(map(Bound.just, most))
 
     def _exchanged(self, samples: list[int]) -> list[Request]:
         """What is asked of each shard, once the ids have come. `samples`: how many each rank has."""
@@ -269,10 +269,10 @@ class ShardedCall:
             request.take(messages_of)
         return requests
 
-    def _told(self, flags: Array) -> None:
+    def _told(self, flags: Sequence[int]) -> None:
         """All ranks have announced the forward, or that they plan it."""
         self._flags = flags
-        self.context.plans_ahead = not int(flags[0]) & ALONE
+        self.context.plans_ahead = not flags[0] & ALONE
 
     def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
         """What there is of each part, shard by shard."""
@@ -340,8 +340,8 @@ class ShardedCall:
         else:
             flag = PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
             header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
-            _check_alike(header.flags)
-            if not (header.flags & FETCHED).all():
+            _check_alike(header)
+            if not header.set_by_all & FETCHED:
                 return False
             self._told(header.flags)
         if not take(self._bounds, header.most):
@@ -360,10 +360,11 @@ class ShardedCall:
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""
-        parts, captures = self._parts, self.context.captures
+        captures = self.context.captures
         rooms = None if captures is None else captures.rooms()
         if rooms is None:
-            return [None] * len(parts)
+            return [None] * len(self._bags)
+        parts = self._parts
         fits = all(
             room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
             for part, room in zip(parts, rooms, strict=True)
@@ -406,7 +407,7 @@ class ShardedCall:
         except Exception as error:
             self.context.announce(Phase.FORWARD, error=error)
             raise
-        flag = int(self._flags[self.context.exchange.rank]) & (WEIGHTED | GRADIENT | TRAINS)
+        flag = self._flags[self.context.exchange.rank] & (WEIGHTED | GRADIENT | TRAINS)
         self._requests = self._ask(ahead=False, flag=flag)
 
     def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -433,8 +434,7 @@ class ShardedCall:
     @property
     def _asks(self) -> list[bool]:
         """Which ranks ask for the gradient of weights."""
-        asks: list[bool] = (self._flags & GRADIENT).astype(bool).tolist()
-        return asks
+        return [bool(flag & GRADIENT) for flag in self._flags]
 
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
         """The rows of ids that are pooled where they are, for those ranks that ask for the gradient of weights."""
@@ -553,9 +553,12 @@ def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
-def _check_alike(flags: Array) -> None:
+def _check_alike(header: Header) -> None:
     """Raises `PeerError`, on all ranks, where some have weights of their samples and others none, or some are to train
     and others not."""
+    flags = header.flags
+    if not (header.set_by_any ^ header.set_by_all) & (WEIGHTED | TRAINS):
+        return
     with_weights, training = ([rank for rank, flag in enumerate(flags) if flag & kind] for kind in (WEIGHTED, TRAINS))
     if 0 < len(with_weights) < len(flags):
         raise PeerError(

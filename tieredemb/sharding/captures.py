@@ -100,7 +100,7 @@ class Captures(Agreement):
         context = self._context
         assert mine >> WAY_BITS == 0
         flag = mine | (step & ((1 << STEP_BITS) - 1)) << WAY_BITS | context.most_rows << (WAY_BITS + STEP_BITS)
-        flags: list[int] = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags.tolist()
+        flags = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags
         context.know_rows(max(flags) >> (WAY_BITS + STEP_BITS))
         steps = [each >> WAY_BITS & ((1 << STEP_BITS) - 1) for each in flags]
         if len(set(steps)) > 1:

@@ -153,10 +153,10 @@ class ShardedContext:
         updates where one of them could not. Who is interrupted amid the exchange itself leaves the group, and others
         learn of it by their next header."""
         try:
-            ready, flags = self._ready(reached)
-            is_infinite = bool((flags & INFINITE).any())
+            ready, header = self._ready(reached)
+            is_infinite = bool(header.set_by_any & INFINITE)
             # nothing of a rank's own can fail any more, so they need not agree again
-            is_settled = not is_infinite and bool((flags & SETTLED).all())
+            is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
             pairs: list[tuple[Call, torch.Tensor]] = []
             with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
                 for (call, _), its in zip(reached, ready, strict=True):
@@ -173,8 +173,8 @@ class ShardedContext:
             for call, _ in reached:
                 call.over()
 
-    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Array]:
-        """What each forward is about to exchange, and the ranks' flags. Raises on all ranks what one has met, or that
+    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Header]:
+        """What each forward is about to exchange, and the ranks' header. Raises on all ranks what one has met, or that
         they have reached different forwards."""
         failed: Exception | None = None
         ready: list[ReadyGradients] = []
@@ -185,9 +185,9 @@ class ShardedContext:
         passed = self._passed([call.announced for call, _ in reached])
         flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
         updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
-        flags = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates).flags
-        _check_passed(flags >> PASSED_BITS)
-        return ready, flags
+        header = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates)
+        _check_passed([each >> PASSED_BITS for each in header.flags])
+        return ready, header
 
     @staticmethod
     def _passed(announced: Sequence[int]) -> int:
@@ -242,10 +242,7 @@ class ShardedContext:
     def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
         """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
         its = iter(bounds)
-        by_entry = self.device.type == "cuda"
-        return [
-            shard.requests.of(samples, [next(its) for _ in shard.parts], by_entry=by_entry) for shard in self.shards
-        ]
+        return [shard.requests.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
 
     def check_room(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
@@ -295,10 +292,10 @@ def with_room(most: int) -> int:
     return int(ROOM * most + SPREAD * math.sqrt(most)) + 1
 
 
-def _check_passed(passed: Array) -> None:
+def _check_passed(passed: Sequence[int]) -> None:
     """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
-    if (passed != passed[0]).any():
-        reached = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate((passed & MOST_TOLD).tolist()))
+    if passed.count(passed[0]) < len(passed):
+        reached = ", ".join(f"{each & MOST_TOLD} on rank {rank}" for rank, each in enumerate(passed))
         raise PeerError(
             f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
             f"backward through the same ones"

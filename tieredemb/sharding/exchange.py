@@ -20,7 +20,7 @@ import traceback
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,12 +124,13 @@ class Exchange:
         self._check(error)
         words = [phase, number, error is not None, course.before, course.next, flag]
         with self.agreed():
-            told, theirs = self._tell_all(phase, words, counts, meanwhile)
-            while any(each[0] == Phase.BUSY for each in told):
-                told, theirs = self._tell_all(phase, words, counts)
-        if error is not None or any(each != told[self.rank] for each in told):
+            theirs = self._tell_all(phase, words, counts, meanwhile)
+            while Phase.BUSY in [its[0] for its in theirs]:
+                theirs = self._tell_all(phase, words, counts)
+        told = [its[: WORDS - 1] for its in theirs]
+        if error is not None or told.count(told[0]) < len(told):
             self._check_told([Said(*each) for each in told], error, course)
-        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
+        return Header([its[WORDS:] for its in theirs], [its[WORDS - 1] for its in theirs])
 
     def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
         """Waits for a GPU, before a header of as many `counts`. It may wait for a rank that has gone: so while it is
@@ -154,18 +155,18 @@ class Exchange:
 
     def _tell_all(
         self, phase: Phase, words: Sequence[int], counts: Counts, meanwhile: Callable[[], object] | None = None
-    ) -> tuple[list[list[int]], torch.Tensor]:
-        """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words and
-        counts). Waits for them."""
-        with self._answered(phase):
+    ) -> list[list[int]]:
+        """Tells all ranks; returns what they tell: of each the words of `Said`, its flag, and those of its counts.
+        Waits for them."""
+        with _Answered(self, phase):
             mine = self._say(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
         begin = monotonic()
-        with self._answered(phase):
-            theirs = self._received(mine)
+        with _Answered(self, phase):
+            theirs: list[list[int]] = self._received(mine).tolist()
         self._wait_seconds += monotonic() - begin
-        return theirs[:, : WORDS - 1].tolist(), theirs
+        return theirs
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""
@@ -213,13 +214,13 @@ class Exchange:
             self._mailbox.send(mine)
         return mine
 
-    def _received(self, mine: Array) -> torch.Tensor:
+    def _received(self, mine: Array) -> Array:
         """What all ranks tell, int64 (W, words)."""
         if self._mailbox is not None:
-            return torch.from_numpy(self._mailbox.receive())
+            return self._mailbox.receive()
         theirs = torch.empty((self.size, len(mine)), dtype=torch.int64, device="cpu")
         dist.all_to_all_single(theirs, torch.from_numpy(mine).repeat(self.size, 1), group=self.group)
-        return theirs
+        return theirs.numpy()
 
     def _open_mailbox(self, words: int, phase: Phase) -> Mailbox | None:
         """Of all ranks alike: None where they are on several hosts, or share no memory."""
@@ -231,21 +232,12 @@ class Exchange:
         self._held.append(mailbox)
         return mailbox
 
-    @contextlib.contextmanager
-    def _answered(self, phase: Phase) -> Iterator[None]:
-        """Says what it means that a rank has not answered in time, or has gone."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # of gloo and of NCCL alike, an aborted communicator's too
-            if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
-                traceback.clear_frames(error.__traceback__)  # which have the group, too
-                _give_up(self._held)
-            raise self._unanswered(phase) from error
-
-    def _unanswered(self, phase: Phase) -> PeerError:
-        """The error of a wait that another rank did not end; nothing is exchanged any more."""
+    def unanswered(self, phase: Phase, error: RuntimeError) -> PeerError:
+        """The error of a wait that another rank did not end, as `error` says, of gloo and of NCCL alike, an aborted
+        communicator's too; nothing is exchanged any more."""
+        if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
+            traceback.clear_frames(error.__traceback__)  # which have the group, too
+            _give_up(self._held)
         ended = [] if self._construction is None else self._construction.ended()
         other = named(ended) if ended else "another rank"
         return self._broken_by(
@@ -358,7 +350,7 @@ class Exchange:
         """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
         NCCL the current stream waits for them, and not the host. `kind`: what it counts as, if it does."""
         given, sent, received, came, out = sending
-        with self._answered(Phase.ROWS):
+        with _Answered(self, Phase.ROWS):
             dist.all_to_all_single(came, given, received, sent, group=self.group)
         if kind:
             self.count(kind, given, sum(sent) - sent[self.rank])
@@ -396,24 +388,21 @@ class Exchange:
         """Whether nothing is exchanged any more."""
         return bool(self._broken)
 
-    @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> contextlib.AbstractContextManager[None]:
         """What follows an agreement to exchange something, up to that, and the messages of a header. A rank that fails
         in between, or is interrupted, leaves the group: so the others, which do exchange, learn that it will not, and
         need not wait for their timeout."""
+        return _Agreed(self)
+
+    def leave_amid(self, error: BaseException) -> None:
+        """Leaves the group, as this rank has met an `error` where the others exchange something."""
         try:
-            yield
-        except PeerError:
-            raise
-        except BaseException as error:
-            try:
-                self._broken_by(
-                    f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
-                    f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
-                )
-            finally:
-                _give_up(self._held)
-            raise
+            self._broken_by(
+                f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
+                f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
+            )
+        finally:
+            _give_up(self._held)
 
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:
         """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""
@@ -425,21 +414,21 @@ class Exchange:
         """The `values` (…) of every rank, (W, …), on every rank."""
         given = self._sendable(values)
         found = [torch.empty_like(given) for _ in range(self.size)]
-        with self._answered(Phase.WHOLE):
+        with _Answered(self, Phase.WHOLE):
             dist.all_gather(found, given, group=self.group)
         return torch.stack(found).to(values.device)
 
     def every(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
         """The `value` of every rank, on every rank."""
         found: list[Any] = [None] * self.size
-        with self._answered(phase):
+        with _Answered(self, phase):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
     def told(self, value: Any) -> Any:
         """The `value` of rank 0, on every rank."""
         found = [value]
-        with self._answered(Phase.WHOLE):
+        with _Answered(self, Phase.WHOLE):
             dist.broadcast_object_list(found, src=self.ranks[0], group=self.group)
         return found[0]
 
@@ -474,9 +463,38 @@ class Exchange:
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """The `value` of every rank, on rank `to` alone."""
         found: list[Any] | None = [None] * self.size if self.rank == to else None
-        with self._answered(Phase.WHOLE):
+        with _Answered(self, Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+# A step enters some twenty of these, which are classes as generators take almost three times as long.
+
+
+class _Answered(contextlib.AbstractContextManager[None]):
+    """Says what it means that a rank has not answered in time, or has gone."""
+
+    __slots__ = ("_exchange", "_phase")
+
+    def __init__(self, exchange: Exchange, phase: Phase) -> None:
+        self._exchange, self._phase = exchange, phase
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise self._exchange.unanswered(self._phase, error) from error
+
+
+class _Agreed(contextlib.AbstractContextManager[None]):
+    """See `Exchange.agreed`."""
+
+    __slots__ = ("_exchange",)
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, PeerError):
+            self._exchange.leave_amid(error)
 
 
 def _other(found: Sequence[Mapping[str, object]]) -> str:

@@ -470,9 +470,9 @@ class GpuFinder:
     def _counts_in(self, told: torch.Tensor) -> list[Array]:
         """The counts, of each part, int64 (W, 2 F), which lie among the words behind the fault, on the CPU. Raises
         what these say is wrong."""
-        report = words_of("Report")
-        error = fault_in(told[:report].tolist(), self._names, self._rows)
+        report, words = words_of("Report"), told.numpy()
+        error = fault_in(words[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error
-        counts = told.numpy()[report:].reshape(self._ranks, -1)
+        counts = words[report:].reshape(self._ranks, -1)
         return [counts[:, begin:end] for begin, end in self._spans]

@@ -8,12 +8,13 @@ error between.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -148,18 +149,28 @@ class Counts(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What each rank has announced: `words`, int64 (W, ·), of its `Counts` · `flags`, int64 (W,)."""
+    """What each rank has announced: `words`, of its `Counts` · `flags`. Few numbers, of which Python does the sums
+    before numpy has begun."""
 
-    words: torch.Tensor
-    flags: Array
+    words: Sequence[Sequence[int]]
+    flags: Sequence[int]
 
     @property
     def samples(self) -> list[int]:
         """How many each rank has."""
-        found: list[int] = self.words[:, 0].tolist()
-        return found
+        return [its[0] for its in self.words]
 
     @property
     def most(self) -> list[Most]:
         """What any rank requests at most, in each part."""
-        return Counts.of(self.words.amax(0).tolist()).most
+        return Counts.of([*map(max, zip(*self.words, strict=True))]).most
+
+    @property
+    def set_by_any(self) -> int:
+        """The bits of the flags that any rank has set."""
+        return functools.reduce(operator.or_, self.flags)
+
+    @property
+    def set_by_all(self) -> int:
+        """Those that all have set."""
+        return functools.reduce(operator.and_, self.flags)

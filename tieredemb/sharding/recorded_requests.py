@@ -182,7 +182,8 @@ class RecordedRequest:
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._by: weakref.ref[ShardedCall] | None = None
-        self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
+        self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over,
+        self._used_on: int | None = None  # which was on this stream
         # where the host finds what was found, once the event has come
         self._words, self._has_words = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
@@ -242,7 +243,7 @@ class RecordedRequest:
         """The bags of `call`, which has it until it is over. Does not synchronise."""
         self._by = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
-            self._used.wait(current_stream())
+            self._behind_use()
             self._fill(batch)
             self._find.replay([])
             self.used()
@@ -275,9 +276,16 @@ class RecordedRequest:
         """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is
         launched."""
         if not torch.cuda.is_current_stream_capturing():
-            stream = current_stream(self._device.index)
-            self._used.wait(stream)  # what another has launched is used no later
-            self._used.record(stream)
+            self._used.record(self._behind_use())
+
+    def _behind_use(self) -> torch.cuda.Stream:
+        """The current stream, which waits for the last use, if that was on another one: what it launches comes no
+        earlier."""
+        stream = current_stream(self._device.index)
+        if stream.cuda_stream != self._used_on:
+            self._used.wait(stream)
+            self._used_on = stream.cuda_stream
+        return stream
 
     def size_bytes(self) -> int:
         """Of what it keeps, but for what its graphs need while they run."""

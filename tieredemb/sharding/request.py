@@ -76,10 +76,9 @@ class Requests:
         held = [f for f, is_held in enumerate(self.is_held) if is_held]
         self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
 
-    def of(self, samples: Sequence[int], bounds: Sequence[Bound], *, by_entry: bool = False) -> Request:
-        """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`. `by_entry`: whether the
-        rows of ids lie as their gradients will come, which so need not be put into the order of the ids: on a GPU."""
-        return Request(self, samples, bounds, by_entry=by_entry)
+    def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
+        """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
+        return Request(self, samples, bounds)
 
 
 class Request:
@@ -88,8 +87,8 @@ class Request:
 
     batch: Batch
 
-    def __init__(self, requests: Requests, samples: Sequence[int], bounds: Sequence[Bound], *, by_entry: bool) -> None:
-        self._all, self._samples, self._by_entry, self._bounds = requests, list(samples), by_entry, bounds
+    def __init__(self, requests: Requests, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
+        self._all, self._samples, self._bounds = requests, list(samples), bounds
         self._entries = [requests.ranks * bound.ids for bound in bounds]
         self.parts = []
         for part, held, bound in zip(requests.parts, requests.held, bounds, strict=True):
@@ -159,7 +158,7 @@ class Request:
     @property
     def keeps_gradients(self) -> bool:
         """Whether that of its output is what comes of its one part, as it comes."""
-        return self._by_entry and len(self.parts) == 1 and not self.parts[0].is_whole
+        return len(self.parts) == 1 and not self.parts[0].is_whole
 
     @property
     def _bags(self) -> int:
@@ -167,17 +166,15 @@ class Request:
         return sum(part.held for part in self.parts) * sum(self._samples)
 
     def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None, goes: torch.Tensor | None) -> Stack:
-        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. `goes`: see
-        `_picked`."""
+        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. These lie as their
+        gradients will come, which so need not be put into the order of the ids. `goes`: see `_picked`."""
         bags, room, all_of = self._bags, len(self._joined), self._all
         whole, dealt, rows = all_of.whole, all_of.dealt, 1
         if dealt is None:
             number = edges.new_full((room,), bags)
-        elif self._by_entry:  # those of nobody have some
+        else:  # those of nobody have some
             rows = self._entries[dealt]
             number = self._entry[dealt].clamp(max=rows - 1) + bags
-        else:
-            number, rows = torch.arange(room, device=all_of.device) + bags, room
         runs, starts = [], edges[:0]
         if whole is not None and lengths is not None and bags:
             firsts = edges.index_select(0, all_of.held_features)
@@ -280,7 +277,7 @@ class Request:
             if part.is_whole:
                 bags.append(self._by_feature(grad, part.held))
             else:
-                rows.append(grad if self._by_entry else self._gathered(number, grad))
+                rows.append(grad)
         if bags and not rows:
             rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
         return rows[0] if not bags else torch.cat([*bags, *rows])
@@ -306,7 +303,7 @@ class Request:
         request, stack = self.rebind(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
-            stack = replace(stack, runs=runs, row=stack.row.clone())
+            stack = replace(stack, runs=runs)
         given = (self.batch.ids, self._ends, next(_NUMBERS))
         request.batch = self.batch._replace(given=cast("Given", given), stack=stack)
         return request

@@ -121,9 +121,9 @@ class SymmetricMemory:
         held[0][:WORD] = 0  # all have read it
         return made
 
-    def _all_could(self, could: int) -> list[int] | None:
+    def _all_could(self, could: int) -> Sequence[int] | None:
         """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
-        told: list[int] = self._context.announce(Phase.STEP, flag=could).flags.tolist()
+        told = self._context.announce(Phase.STEP, flag=could).flags
         self._is_off = not all(told)
         return None if self._is_off else told
 

@@ -276,7 +276,9 @@ class DeviceGroupCall:
         if self.stack is None:
             return tables
         of = torch.zeros(self.samples + 1, dtype=torch.int64, device=tables.device)  # of an empty bag none
-        row = torch.where(self.ticket.homes == DROPPED, self.samples, self.stack.row.to(torch.int64))
+        # by what the plan has made of the rows of its stack, which may be those of a later forward by now
+        row = self.bag.to(torch.int64).remainder(max(1, self.samples))
+        row = torch.where(self.ticket.homes == DROPPED, self.samples, row)
         return of.scatter_(0, row, tables)[:-1]
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
