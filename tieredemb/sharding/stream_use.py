@@ -15,10 +15,9 @@ class StreamUse:
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index if device.type == "cuda" else None
-        self._last = 0  # the stream that uses them now
+        # the stream that uses them now
+        self._last = None if self._index is None else current_stream(self._index)
         self._made: torch.cuda.Event | None = None
-        if self._index is not None:
-            self._last = current_stream(self._index).cuda_stream
 
     def made(self) -> None:
         """Other streams are to wait for what was launched on this one by now."""
@@ -41,6 +40,13 @@ class StreamUse:
         """Nothing need wait for that any more."""
         self._made = None
 
+    def join(self) -> None:
+        """The current stream waits for all that the one has launched that has used them last."""
+        if self._index is not None and self._last is not None:
+            stream = current_stream(self._index)
+            if stream.cuda_stream != self._last.cuda_stream:
+                stream.wait_stream(self._last)
+
     def follow(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> None:
         """The current stream uses the `tensors` from now on, some of which may have been made on the stream before, and
         what it is `given` by others. Does not synchronise."""
@@ -49,9 +55,9 @@ class StreamUse:
         stream = current_stream(self._index)
         for tensor in given:
             tensor.record_stream(stream)
-        if stream.cuda_stream == self._last:
+        if self._last is not None and stream.cuda_stream == self._last.cuda_stream:
             return
-        self._last = stream.cuda_stream
+        self._last = stream
         if self._made is not None:
             self._made.wait(stream)
         for tensor in tensors:

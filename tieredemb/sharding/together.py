@@ -159,7 +159,10 @@ class Together(Ranks):
             return cast("Call", call)
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            return look_up(hook.detach().requires_grad_() if trains else hook, weights, make)
+            # a leaf on the CPU, which autograd has the thread reach that has called backward: that goes on to apply
+            # what was reached, and need not wake up another one to send gradients and update rows
+            leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+            return look_up(leaf if trains else hook, weights, make)
         call = make()
         try:
             return call.pool(weights, differentiable=False)
