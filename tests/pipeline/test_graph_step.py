@@ -520,7 +520,7 @@ def test_a_batch_of_other_shapes_is_run_by_the_function(device, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("capacity", [2, 60])
 def test_shapes_that_come_again_are_captured_too(device, capacity, ahead):
-    """However they take turns; of as many as are kept."""
+    """However they take turns. Where the capacity is divided anew, after 20 batches, all are captured anew."""
     tables = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS))
     eager, graphed = (Run(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.5)) for _ in range(2))
     sizes = [8, 8, 3, 8, 1, 3, 8, 1, *(3 * [8]), *(6 * [3]), *(3 * [8, 3, 1, 8]), *range(2, 14), *(8 * [8])]
@@ -536,8 +536,9 @@ def test_shapes_that_come_again_are_captured_too(device, capacity, ahead):
     summary = train.summary()
     if device == "cuda":
         assert summary.captured >= 3
-        assert summary.replayed >= (5 if ahead else 15)
-        assert summary.eager[OTHER_SHAPES] <= 2 + 10  # two that come again, and those of the range
+        assert summary.replayed >= (1 if ahead else 15)
+        # two that come again, before the division and behind it, and those of the range that come once
+        assert summary.eager[OTHER_SHAPES] <= 2 + 2 + 10
     assert summary.replayed + summary.captured + summary.eager.total() == len(given)
 
 
