@@ -478,7 +478,7 @@ class ShardedCall:
         """What the owners are to be sent, given the gradient of the outputs here; nothing is yet. Raises what an update
         of the rows here would."""
         exchange, context = self.context.exchange, self.context
-        self._use.join()  # a backward ends on a stream of its own, and has that wait for streams of leaves alone
+        self._use.join()  # at its end autograd has the current stream wait for those of leaves on a GPU alone
         self._follow(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         sending = list[list[Sending | torch.Tensor]]()

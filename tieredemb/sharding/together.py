@@ -159,8 +159,8 @@ class Together(Ranks):
             return cast("Call", call)
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            # a leaf on the CPU, which autograd has the thread reach that has called backward: that goes on to apply
-            # what was reached, and need not wake up another one to send gradients and update rows
+            # The leaf lies on the CPU. Autograd reaches it on the thread that has called backward, which so is the one
+            # that sends the gradients and updates the rows: no other thread has to wake up
             leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
             return look_up(leaf if trains else hook, weights, make)
         call = make()
