@@ -18,9 +18,8 @@ from tieredemb.cache.locks import Locks
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.kernels import collectives
 from tieredemb.pipeline import ring
+from tieredemb.pipeline.forms import Forms
 from tieredemb.pipeline.lookups import LookupSpec
-from tieredemb.pipeline.ring import Ring
-from tieredemb.pipeline.summary import StepSummary
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -43,14 +42,14 @@ class Graph:
 
 
 class Step:
-    """What stands in for a `StepFunction`, of a batch that it is given."""
+    """What stands in for a `StepFunction`, of a batch that it is given, and for its buffers. `room`: for ids."""
 
     device, divisions, eager_steps, number, trains = torch.device("cpu"), (), 2, 1, True
 
     def __init__(self, model):
         self.model, self.buffers, self.did = model, self, []
         self.batch = self.fails = None
-        self.is_fresh = True
+        self.is_fresh, self.room = True, 200
         self.modules, self.caches, self.locks = [model], [self], Locks(())
         self.engines = [shard.engine for shard in model._ranks._context.shards]
         self.lookups = lambda batch: [LookupSpec(self.model, batch[:2])]
@@ -74,9 +73,33 @@ class Step:
         return self
 
     def load(self, batch):
-        if len(batch[0]) > 200:
-            raise InvalidInputError("too long for the buffers")
+        if batch[0].dtype is not torch.int64:
+            raise InvalidInputError("of another dtype")
         self.batch = batch
+
+    @property
+    def form(self):
+        return 7 * 4 + 1
+
+    def form_of(self, batch):
+        return len(batch[1])
+
+    def has_other_shapes(self, batch):
+        if self.fails == "shapes":
+            raise ValueError("no memory to look at them")
+        return len(batch[0]) > self.room or self.form_of(batch) != self.form
+
+    def larger_for(self, batch):
+        self.room = len(batch[0])
+        return self
+
+    def is_current(self):
+        return True
+
+    def __call__(self, batch):
+        self.did.append("function")
+        self.batch = batch
+        self.function()
 
     def may_replay(self):
         return self.is_fresh
@@ -126,7 +149,9 @@ def runs(rank, size, events, max_ids=40):
     )
     step, patches = Step(model), pytest.MonkeyPatch()
     stand_in(step, patches)
-    steps, errors = Ring(step, step, 0, model.agreement, StepSummary()), []
+    train, errors = te.graph_step(step), []
+    train._step, train._agreement = step, model.agreement
+    train._forms = Forms(step, step, model.agreement, train._summary)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -139,8 +164,12 @@ def runs(rank, size, events, max_ids=40):
                 if event == "of one owner":
                     offsets = (torch.arange(7 * 4 + 1) * 28).clamp(max=7 * 28)
                     batch = torch.zeros(7 * 28, dtype=torch.int64), offsets, None, batch[3]
-                if event == "too long":
-                    batch = torch.zeros(300, dtype=torch.int64), *batch[1:]
+                if event == "more ids":
+                    batch = torch.zeros(7 * 4 * 10, dtype=torch.int64), torch.arange(7 * 4 + 1) * 10, *batch[2:]
+                if event == "fewer samples":
+                    batch = batch_of(TABLES, number, rank, samples=lambda *_: 3)
+                if event == "int32":
+                    batch = batch[0].int(), *batch[1:]
                 if event == "pageable":
                     batch = *batch[:2], torch.zeros(1 << 15), batch[3]
                 if event == "id":
@@ -151,7 +180,7 @@ def runs(rank, size, events, max_ids=40):
                 if event == "freed":
                     collectives.free_all()
                 step.is_fresh, step.fails, before = event != "in flight", event, len(step.did)
-                errors.append(told(steps.run, batch))
+                errors.append(told(train, batch))
                 step.did[before:] = [tuple(step.did[before:])]
     finally:
         patches.undo()
@@ -272,7 +301,8 @@ def test_a_batch_whose_copy_waits_for_the_gpu_is_copied_once_that_is_waited_for(
         ("in flight", 5, ("eager",), None),
         ("freed", 5, ("capture", "replay"), None),
         ("id", 5, (), "IdOutOfRangeError"),
-        ("too long", 5, (), "InvalidInputError"),
+        ("int32", 5, (), "InvalidInputError"),
+        ("shapes", 5, (), "PeerError"),
         ("before", 5, (), "ConfigError"),
         ("capture", 2, ("capture",), "PeerError"),
     ],
@@ -287,6 +317,27 @@ def test_ranks_do_the_same_whatever_one_of_them_meets(worlds, rank, event, numbe
         met = [(step, each) for step, each in enumerate(errors) if each is not None]
         assert [(step, kind) for step, (kind, _) in met] == ([] if error is None else [(number, error)])
         assert all(text.startswith(f"rank {rank}: ") for _, (_, text) in met)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_all_ranks_run_the_function_where_one_has_a_batch_of_other_shapes(worlds, rank):
+    events = {(1, rank): "fewer samples", (7, rank): "fewer samples", (8, (rank + 1) % 3): "fewer samples"}
+    for here, (did, errors) in enumerate(worlds(3).run(runs, events)):
+        assert errors == [None] * STEPS
+        of_this = ("function",) if here == rank else ("eager",)
+        of_next = ("function",) if here == (rank + 1) % 3 else ("eager",)
+        # the ranks whose batches are in buffers warm up meanwhile, and wait for the one whose batch is not
+        assert did == [
+            *(("eager",), of_this, ("eager",), ("capture", "replay")),
+            *(3 * [("replay",)]), of_this, of_next, *((STEPS - 9) * [("replay",)]),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_has_no_room_for_its_ids_gets_more_and_all_capture_anew(worlds, rank):
+    for did, errors in worlds(3).run(runs, {(5, rank): "more ids", (10, rank): "more ids"}, 300):
+        assert errors == [None] * STEPS
+        assert did == [*USUAL[:5], ("eager",), ("eager",), ("capture", "replay"), *((STEPS - 8) * [("replay",)])]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
