@@ -96,8 +96,9 @@ class GraphStep(Generic[R]):
     def _among_ranks(
         self, agreement: Agreement, step: StepFunction[R], forms: Forms[R], batch: Any, loop: Run[Any] | None
     ) -> R:
-        """The step of several ranks. A batch that has other shapes than the first one all of them run as the function,
-        on this rank on the batch itself; one of more ids, too, and this rank has more room then."""
+        """The step of several ranks, whose graphs have the shapes of the first batch. Where a rank has a batch of other
+        shapes, all run the function; where one has more ids than there is room for, it makes more, and all do so until
+        they have captured anew."""
         try:
             is_known = bool(self._planned_from(batch)) or not forms.has_other_shapes(batch) or forms.grow(batch)
             forms.ring(0 if loop is None else AHEAD)
@@ -125,8 +126,6 @@ class GraphStep(Generic[R]):
         ring = forms.ring(reach)
         try:
             return ring.run(batch) if loop is None else ring.run(batch, loop.following(most), loop.named)
-        except OtherShapesError:
-            raise
         except Exception:
             if not (loop is not None and reach == 0 and ring.has_failed_to_capture and self._autotuner is not None):
                 raise

@@ -63,14 +63,7 @@ from tieredemb.pipeline.buffers import Buffers, waits_to_load
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.plan_groups import PlannedGroup, drop_all
-from tieredemb.pipeline.summary import (
-    IN_FLIGHT,
-    NOTHING_AHEAD,
-    OTHER_PLANS,
-    OTHER_RANK,
-    WARM_UP,
-    StepSummary,
-)
+from tieredemb.pipeline.summary import IN_FLIGHT, NOTHING_AHEAD, OTHER_PLANS, OTHER_RANK, WARM_UP, StepSummary
 from tieredemb.pipeline.uncapturable import NotCapturableError, explain
 from tieredemb.step.agreement import Agreement
 
@@ -87,12 +80,7 @@ class Ring(Generic[R]):
     collective then · `summary`: where it counts how calls are run."""
 
     def __init__(
-        self,
-        step: StepFunction[R],
-        buffers: Buffers,
-        reach: int,
-        agreement: Agreement | None,
-        summary: StepSummary,
+        self, step: StepFunction[R], buffers: Buffers, reach: int, agreement: Agreement | None, summary: StepSummary
     ) -> None:
         self.reach = reach
         self._summary = summary
