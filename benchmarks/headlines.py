@@ -99,8 +99,9 @@ HEADLINES = (
         },
     ),
     Headline(
-        "**Shapes drawn at random, on a GPU.** Of 20 sets of 3 to 60 tables with jagged bags, a step takes {fast} to "
-        "{slow} times as long as FBGEMM's, and {graph_fast} to {graph_slow} times as a CUDA graph that fetches ahead.",
+        "**Shapes drawn at random, on a GPU.** Of tables of very different sizes with jagged bags, a step takes "
+        "{fast} to {slow} times as long as FBGEMM's, and {graph_fast} to {graph_slow} times as a CUDA graph that "
+        "fetches ahead.",
         {
             "fast": Figure("cuda-shapes", "step", EAGER, field="ratio", of=min),
             "slow": Figure("cuda-shapes", "step", EAGER, field="ratio", of=max),

@@ -108,10 +108,10 @@ REASONS = (
         "the row at once.",
     ),
     Reason(
-        "shapes drawn by a seed, of which a batch uses more rows than the cache has slots, on a GPU",
+        "shapes drawn by a seed with large batches and a cache of 1 %, on a GPU",
         "cuda-shapes",
         r"worst of|^step",
-        "What binds is PCIe: rows that find no slot are read and updated where they lie, in FBGEMM's step as in ours.",
+        "More ids miss such a cache than in the other shapes. Their rows come over PCIe, in FBGEMM's step as in ours.",
     ),
     Reason(
         "prefetch where the host binds",

@@ -787,7 +787,7 @@ def test_buffers_of_more_ids_and_of_other_forms():
     assert not own.has_other_shapes(batch_of(4, dtype=torch.int32))  # which no buffers take
     assert not own.has_other_shapes(torch.zeros(3))
     assert own.form_of(batch_of(7)) == own.form
-    larger = own.larger_for(batch_of(7))
+    larger = own.of_form_of(batch_of(7))
     assert len(larger.batch["sample"].ids) >= 7
     larger.load(batch_of(7))
     assert larger.batch["sample"].ids[:7].tolist() == [*range(7)]

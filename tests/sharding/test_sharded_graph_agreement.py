@@ -89,7 +89,7 @@ class Step:
             raise ValueError("no memory to look at them")
         return len(batch[0]) > self.room or self.form_of(batch) != self.form
 
-    def larger_for(self, batch):
+    def of_form_of(self, batch):
         self.room = len(batch[0])
         return self
 

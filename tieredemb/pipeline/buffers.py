@@ -57,16 +57,15 @@ class Buffers:
 
     def another(self) -> Buffers:
         """Buffers of the same shapes, of their own memory."""
-        return self._of({id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()})
+        new = {id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()}
+        return self._of(new, map_tensors(self.batch, lambda tensor: new[id(tensor)]))
 
     def has_other_shapes(self, batch: Any) -> bool:
         """Whether `load` raises `OtherShapesError`."""
         try:
             self._targets(batch)
-        except OtherShapesError:
-            return True
-        except InvalidInputError:
-            return False
+        except InvalidInputError as error:
+            return isinstance(error, OtherShapesError)
         return False
 
     @property
@@ -79,39 +78,28 @@ class Buffers:
         return tuple(None if self._has_any_length(*each) else each[1].shape for each in tensors_of(batch))
 
     def of_form_of(self, batch: Any) -> Buffers:
-        """Buffers of another form: that of `batch`, which has tensors of the same dtypes at the same places."""
+        """Buffers of the form of `batch`, which has tensors of the same dtypes at the same places. They have room for
+        its ids, and where these buffers do not, for more, as others may come."""
         apart = map_tensors(batch, torch.Tensor.detach)  # one object for each place, whatever is one tensor in it
-        new, at = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        new, at, is_same = dict[int, torch.Tensor](), dict[int, torch.Tensor](), self.form_of(batch) == self.form
         for path, tensor in tensors_of(apart):
-            buffer = self._buffer[path]
+            buffer, shape = self._buffer[path], tensor.shape
+            if self._has_any_length(path, tensor):
+                room, length = len(buffer) if is_same else 0, len(tensor)
+                shape = torch.Size([room if length <= room else room_for(length + length // 8)])
             if id(buffer) not in new:
-                shape = (room_for(len(tensor)),) if self._has_any_length(path, tensor) else tensor.shape
                 new[id(buffer)] = buffer.new_zeros(shape)
             at[id(tensor)] = new[id(buffer)]
         return self._of(new, map_tensors(apart, lambda tensor: at[id(tensor)]))
 
-    def larger_for(self, batch: Any) -> Buffers:
-        """Buffers with room for all ids of a `batch` that has the form of these, and for more, as others may come."""
-        lengths: dict[int, int] = {}
-        for path, tensor in tensors_of(batch):
-            if self._has_any_length(path, tensor):
-                buffer = self._buffer[path]
-                lengths[id(buffer)] = max(len(tensor), lengths.get(id(buffer), 0))
-        new = dict[int, torch.Tensor]()
-        for buffer in self._buffer.values():
-            length = lengths.get(id(buffer), 0)
-            lacks = length > buffer.numel()  # only those of one dimension have a length here
-            new[id(buffer)] = buffer.new_zeros(room_for(length + length // 8)) if lacks else torch.zeros_like(buffer)
-        return self._of(new)
-
     def _has_any_length(self, path: Path, tensor: torch.Tensor) -> bool:
         return path in self._any_length and tensor.dim() == 1
 
-    def _of(self, new: dict[int, torch.Tensor], batch: Any = None) -> Buffers:
-        """The same, with other memory: `new` for each buffer, by its identity; `batch`: where it is not as before."""
+    def _of(self, new: dict[int, torch.Tensor], batch: Any) -> Buffers:
+        """The same, with other memory: `new` for each buffer, by its identity, of which `batch` is made."""
         other = copy.copy(self)
         other._buffer = {path: new[id(tensor)] for path, tensor in self._buffer.items()}
-        other.batch = map_tensors(self.batch, lambda tensor: new[id(tensor)]) if batch is None else batch
+        other.batch = batch
         other._check_copied()
         other._shapes = other._alike_shapes()
         return other

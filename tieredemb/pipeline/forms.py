@@ -55,7 +55,7 @@ class Forms(Generic[R]):
         if self._buffers.form_of(batch) != self._buffers.form:
             return False
         self.drop_plans()
-        self._turn_to(self._buffers.larger_for(batch), {})
+        self._turn_to(self._buffers.of_form_of(batch), {})
         return True
 
     def change(self, batch: Any) -> bool:
@@ -72,7 +72,7 @@ class Forms(Generic[R]):
                 return False
             buffers = self._buffers.of_form_of(batch)
         elif buffers.has_other_shapes(batch):
-            buffers, rings = buffers.larger_for(batch), {}
+            buffers, rings = buffers.of_form_of(batch), {}
         self._turn_to(buffers, rings)
         return True
 

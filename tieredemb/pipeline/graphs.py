@@ -101,7 +101,7 @@ class GraphStep(Generic[R]):
         they have captured anew."""
         try:
             is_known = bool(self._planned_from(batch)) or not forms.has_other_shapes(batch) or forms.grow(batch)
-            forms.ring(0 if loop is None else AHEAD)
+            forms.ring(0 if loop is None else AHEAD)  # made here, where the other ranks learn of what fails
         except Exception as error:
             agreement.agree(0, error, step=step.number)
             raise

@@ -149,8 +149,8 @@ class Counts(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What each rank has announced: `words`, of its `Counts` · `flags`. Few numbers, of which Python does the sums
-    before numpy has begun."""
+    """What each rank has announced: `words`, of its `Counts` · `flags`. These are so few that lists take less time
+    than arrays."""
 
     words: Sequence[Sequence[int]]
     flags: Sequence[int]
