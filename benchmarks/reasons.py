@@ -111,7 +111,7 @@ REASONS = (
         "shapes drawn by a seed with large batches and a cache of 1 %, on a GPU",
         "cuda-shapes",
         r"worst of|^step",
-        "More ids miss such a cache than in the other shapes. Their rows come over PCIe, in FBGEMM's step as in ours.",
+        "Large batches miss many rows, which come over PCIe, in FBGEMM's step as in ours.",
     ),
     Reason(
         "prefetch where the host binds",
