@@ -29,6 +29,7 @@ PLAIN = (
     "lookup/spoilt.cu",
     "sharding/owners.cu",
     "sharding/padding.cu",
+    "sharding/barrier.cu",
 )
 BY_ROW = (
     "doctor/probe.cu",

@@ -1,21 +1,23 @@
-"""Captured steps of ranks that write rows and gradients into each other's memory: the bits of one process, and of rows
-that are sent, whichever GPU is late. Skips where there are not as many GPUs as ranks."""
+"""Steps of ranks that write rows and gradients into each other's memory, captured and eager: the bits of one process,
+and of rows that are sent, whichever GPU is late. Skips where there are not as many GPUs as ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
 from devices import equal
 from sharding import test_sharded_gpus
-from sharding.ranks import batch_of, calls_of, seven, tables_of
+from sharding.ranks import batch_of, calls_of, seven, sharding_of, tables_of
 from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, check_counted, compare, world
 from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.eager_rooms import EagerRooms
 from tieredemb.sharding.gpu_bags import GpuBags
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
@@ -25,12 +27,11 @@ __all__ = ["world"]  # a fixture, of processes whose environment says that rows 
 
 @contextlib.contextmanager
 def writing(*, peers=True, has_barriers=True):
-    """Ranks write into each other's memory inside if `peers`; then what is captured has barriers, or not."""
+    """Ranks write into each other's memory inside if `peers`; then there are barriers, or not."""
     found, barrier = [], SymmetricMemory.barrier
 
     def noted(memory):
-        if torch.cuda.is_current_stream_capturing():
-            found.append(memory)
+        found.append(memory)
         barrier(memory)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -70,6 +71,35 @@ def test_the_bits_of_one_process(world, keywords, ahead):
 @AT_ONCE_OR_AHEAD
 def test_many_steps(world, ahead):
     compare(world, sharding="rows", steps=10_000, distinct=500, capacity=0.3, ahead=ahead, run=captured_run)
+
+
+def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+    """As `captured_run`, by eager steps, most of which write."""
+    with writing(has_barriers=sharding != "tables"), calls_of(EagerRooms, "rows_came") as written:
+        model = ShardedTieredEmbeddingBagCollection(
+            tables, sharding=sharding_of(sharding, tables), average=False, **keywords
+        )
+        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(distinct)]
+        loader = [(its[0], its[1], its[3]) for its in (drawn[step % distinct] for step in range(steps))]
+        outputs = []
+        for ids, offsets, upstream in te.prefetch(loader, model, ids_of=lambda its: its[:2]) if ahead else loader:
+            out = model(ids, offsets)
+            out.backward(upstream.to(out.dtype))
+            outputs.append(out.detach())
+        weights = dict(model.state_dict())
+        model.close()
+    assert len(written) >= (steps - 8 if sharding != "tables" else 0)
+    return torch.stack(outputs), weights, steps
+
+
+@AT_ONCE_OR_AHEAD
+@pytest.mark.parametrize("keywords", [
+    *({"sharding": sharding} for sharding in ("rows", "tables", "every other")),
+    {"capacity": 2}, {"shape": "ones"}, {"shape": "mostly empty"}, {"optimizer": te.Adam(lr=0.05)}, {"max_norm": 0.5},
+    {"max_ids": LONGEST}, {"dtype": torch.bfloat16, "rounding": "stochastic"},
+], ids=str)  # fmt: skip
+def test_eager_steps_write_to_the_bits_of_one_process(world, keywords, ahead):
+    compare(world, ahead=ahead, steps=40, run=eager_run, **keywords)
 
 
 def counts(rank, size):
@@ -129,10 +159,38 @@ def step_of(kind, model, late):
         scale.grad = None
         return out.detach()
 
-    return (te.graph_forward if kind == "looks up" else te.graph_step)(step, max_ids=LONGEST)
+    return step
 
 
-def run_of(rank, size, kind, ahead, late):
+def eager_step_of(kind, model, late):
+    """The same, of kinds that eager steps alone have, too."""
+    step, number = step_of("twice" if kind == "accumulates" else kind, model, late), itertools.count()
+
+    def other(batch):
+        if kind == "accumulates":
+            with model.accumulate():
+                return step(batch)
+        if kind == "evaluates between":
+            with torch.no_grad():
+                return torch.cat([model(*batch[3:]), step(batch)])
+        if kind == "drops some" and next(number) % 3 == 1:
+            return model(*batch[:2]).detach()
+        if kind == "other streams":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                out = step(batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            return out
+        return step(batch)
+
+    return other
+
+
+EAGER_ALONE = ("accumulates", "evaluates between", "drops some", "other streams", "follows")
+
+
+def run_of(rank, size, kind, ahead, late, captured=True):
     """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is. Of sums
     that are dealt out alone NCCL exchanges nothing in which ranks would wait for each other."""
     found, tables = [], tables_of(**TABLES | {"modes": ("sum",)})
@@ -142,17 +200,30 @@ def run_of(rank, size, kind, ahead, late):
                 if late == (name, rank):
                     patch.setattr(owner, method, spun(getattr(owner, method)))
             model = ShardedTieredEmbeddingBagCollection(
-                tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
-            )
-            train = step_of(kind, model, late[0] if late[1] == rank else "")
+                tables, sharding=te.RowWise(), capacity=0.3, max_ids=LONGEST,
+                optimizer=torch.optim.Adagrad if kind == "follows" else te.Adagrad(lr=0.1),
+            )  # fmt: skip
+            its_late = late[0] if late[1] == rank else ""
+            if kind == "follows":
+                dense = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)], lr=0.1)
+                model.follow(dense)
+            train = (step_of if captured else eager_step_of)(kind, model, its_late)
+            if captured:
+                train = (te.graph_forward if kind == "looks up" else te.graph_step)(train, max_ids=LONGEST)
             drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
-            others = [other[:2] if "tw" in kind else () for other in drawn[20:]]
+            others = [other[:2] if "tw" in kind or kind == "accumulates" else () for other in drawn[20:]]
             loader = [(*its[:2], its[3], *other) for its, other in zip(drawn[:20], others, strict=True)]
             with calls_of(ShardedTieredEmbeddingBagCollection, "_lookup") as lookups:
-                outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
+                outputs = []
+                for batch in te.prefetch(loader, model) if ahead else loader:
+                    outputs.append(train(batch).clone())
+                    if kind == "follows":
+                        dense.step()
             found.append([torch.stack(outputs), *model.state_dict().values()])
             assert ("peers" in model.memory_report()) == peers
             model.close()
+        if not captured:
+            continue
         in_each = 2 if kind in ("twice", "one of two", "recomputed") else 1
         assert len(lookups) % in_each == 0
         assert len(lookups) < 20 * in_each  # some steps were replays
@@ -181,6 +252,22 @@ def test_a_late_gpu_is_waited_for(world, kind, late, rank):
     """The other reads nothing that it has yet to write, and overwrites nothing that it has yet to read: which could be
     where a step only looks up, and else is kept from it by what comes between."""
     check_same(world.run(run_of, kind, True, (late, rank)))
+
+
+@AT_ONCE_OR_AHEAD
+@pytest.mark.parametrize("kind", ["once", "twice", "one of two", "recomputed", "looks up", *EAGER_ALONE])
+def test_ranks_write_what_they_would_send_eagerly(world, kind, ahead):
+    check_same(world.run(run_of, kind, ahead, ("nowhere", 0), False))
+
+
+@AT_ONCE_OR_AHEAD
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(("kind", "late"), [
+    *(("once", late) for late in ("before", "rows came", "behind rows", "gradients came")),
+    ("looks up", "before"), ("looks up", "rows came"), ("other streams", "rows came"),
+])  # fmt: skip
+def test_a_late_gpu_is_waited_for_eagerly(world, kind, late, rank, ahead):
+    check_same(world.run(run_of, kind, ahead, (late, rank), False))
 
 
 # --- what one rank alone meets ----------------------------------------------------------------------------------------
@@ -230,3 +317,13 @@ def dies(rank, size, ahead, amid):
 @pytest.mark.parametrize("amid", [False, True], ids=["behind a replay", "amid a replay"])
 def test_a_rank_that_is_killed_is_noticed(amid, ahead):
     test_sharded_gpus.check_killed(dies, ahead, amid)
+
+
+def dies_eagerly(rank, size, ahead):
+    with writing():
+        return test_sharded_gpus.dies(rank, size, ahead, True, False, True)
+
+
+@AT_ONCE_OR_AHEAD
+def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead):
+    test_sharded_gpus.check_killed(dies_eagerly, ahead)

@@ -139,7 +139,7 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
 
     def mapping(held, tokens, starts):
         assert tokens == [headers[0], 1]
-        assert list(starts.values()) == [0, 1024]
+        assert list(starts.values()) == [512, 1536]
         maps.append(True)
         held.append(Memory(freed))
         return {} if mapped else None
@@ -182,7 +182,8 @@ def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch,
     found = memory._mapped([own], [5, others], {ROOMS[0]: 64})
     assert (found is not None) == (others == 7)
     if found:
-        assert found[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
+        assert found.words == [own.data_ptr() + 8, theirs.data_ptr() + 8]
+        assert found.rooms[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
@@ -193,8 +194,8 @@ def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
 
 def test_rooms_lie_apart_and_aligned(gpus):
     starts, size = memory_of(HERE)[0]._laid_out(ROOMS)
-    assert starts == [0, 1024]  # 2 ranks × 10 rows × 32 bytes are 640
-    assert size == 1536
+    assert starts == [512, 1536]  # behind the words of ranks; 2 ranks × 10 rows × 32 bytes are 640
+    assert size == 2048
 
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])

@@ -54,29 +54,52 @@ def is_over(done: torch.cuda.Event, patience: float | None = None) -> bool:
     return True
 
 
+class Waiting(Protocol):
+    """What has a GPU wait for other ranks by kernels of our own."""
+
+    def ends_in_time(self) -> bool:
+        """Whether the GPU is done while ranks wait for each other. Waits for it so long."""
+
+    def end(self) -> None:
+        """The GPU waits for nobody any more, now and later."""
+
+
 _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_WAITING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hold(holder: Holder) -> None:
     """`holder` is asked to give its graphs up before any process group ends, and before the interpreter does."""
+    _free_before_ends()
+    _HOLDERS.add(holder)
+
+
+def end_with(waiting: Waiting) -> None:
+    """What is `waiting` ends where the communicators of NCCL are given up."""
+    _free_before_ends()
+    _WAITING.add(waiting)
+
+
+def _free_before_ends() -> None:
+    """Has graphs freed before any process group ends, and before the interpreter does."""
     if not getattr(dist.destroy_process_group, "frees_graphs", False):
         atexit.register(free_all)
         destroy = _freeing(dist.destroy_process_group)
         dist.destroy_process_group = destroy
         dist.distributed_c10d.destroy_process_group = destroy
-    _HOLDERS.add(holder)
 
 
 def free_all() -> None:
     """Frees the graphs of all holders that are alive. A replay that does not end in time waits for a rank that has
     gone: then all communicators of NCCL are given up as well, see `end_waits`."""
-    _free(aborts=not _is_capturing() and not all(map(_ends_in_time, list(_HOLDERS))))
+    _free(aborts=not _is_capturing() and not all(map(_ends_in_time, [*_HOLDERS, *_WAITING])))
 
 
 def end_waits(device: torch.device) -> None:
     """Ranks exchange nothing any more, as one has gone, say: the graphs of all holders are freed, and if `device` is
-    not idle within a few seconds, all communicators of NCCL are given up, those of the user's groups too. So it waits
-    for no other one, and what it finds has no meaning. Does nothing in a capture. Raises nothing."""
+    not idle within a few seconds, all communicators of NCCL are given up, those of the user's groups too, and no
+    barrier of our own waits any more. So the GPU waits for no other one, and what it finds has no meaning. Does nothing
+    in a capture. Raises nothing."""
     with contextlib.suppress(RuntimeError):  # of a GPU that has failed itself
         if not _is_capturing():
             _free(aborts=not _is_soon_idle(device))
@@ -112,6 +135,8 @@ def _free(*, aborts: bool) -> None:
     """Frees all graphs and, where it `aborts`, gives up all communicators. One is given up once no graph holds a
     collective of it, and a graph is freed once its replay is over, which may wait in a collective of any: so all of it
     goes on at a time."""
+    for waiting in list(_WAITING) if aborts else ():
+        waiting.end()
     aborting = [_started(backend.abort) for backend in _of_nccl()] if aborts else []
     for holder in list(_HOLDERS):
         holder.free()

@@ -43,9 +43,10 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.step.program import NUMBERS, Call
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.eager_rooms import EagerRooms
     from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.recorded_requests import RecordedRequest
-    from tieredemb.sharding.symmetric import PartRooms
+    from tieredemb.sharding.symmetric import PartRooms, SymmetricMemory
 
     Array = np.ndarray[Any, Any]
 
@@ -88,8 +89,9 @@ class ShardedCall:
     _is_later = False
     _bounds: Bounds  # of the exchange
     _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
-    # of each part, where rows and gradients are written to each other's memory and not sent
+    # of each part, where rows and gradients are written to each other's memory and not sent; and by whose barrier
     _rooms: Sequence[PartRooms | None] = ()
+    _memory: SymmetricMemory | EagerRooms | None = None
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
@@ -221,6 +223,8 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_room(bounds)
+        if context.eager_rooms is not None and self._learns:
+            context.eager_rooms.prepare(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
         with context.exchange.agreed():
@@ -350,6 +354,8 @@ class ShardedCall:
         self._given = None
         with exchange.agreed():
             self._rows = self._came(sending, ROWS)
+            if self._memory is not None and self._memory is context.eager_rooms:
+                context.eager_rooms.rows_came(self.announced, trains=trains)
             for bags, each in kept:
                 came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
@@ -360,23 +366,27 @@ class ShardedCall:
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""
-        captures = self.context.captures
-        rooms = None if captures is None else captures.rooms()
-        if rooms is None:
-            return [None] * len(self._bags)
-        parts = self._parts
-        fits = all(
+        captures, eager, parts = self.context.captures, self.context.eager_rooms, self._parts
+        rooms: Sequence[PartRooms | None] | None = None
+        self._memory = None
+        if captures is not None and captures.is_active:
+            rooms, self._memory = captures.rooms(), captures.symmetric
+        elif eager is not None and self._learns:
+            rooms, self._memory = eager.of(self._bounds), eager
+        if rooms is not None and all(
             room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
             for part, room in zip(parts, rooms, strict=True)
-        )
-        return rooms if fits else [None] * len(parts)  # not of a forward among such as were planned ahead
+        ):
+            return rooms
+        self._memory = None  # also of a forward that is captured among such as were planned ahead
+        return [None] * len(parts)
 
     def _came(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
         """What comes of several of a `kind` that all ranks send, or write to where it is."""
         exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
         if written:
-            assert self.context.captures is not None
-            self.context.captures.symmetric.barrier()
+            assert self._memory is not None
+            self._memory.barrier()
         for each in written:  # as much as comes
             exchange.count(kind, each, len(each) - len(each) // exchange.size)
         return [each if isinstance(each, torch.Tensor) else exchange.send(each, kind) for each in sending]
@@ -482,6 +492,8 @@ class ShardedCall:
         self._follow(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         sending = list[list[Sending | torch.Tensor]]()
+        if self._memory is context.eager_rooms is not None and not context.eager_rooms.has_gradients(self.announced):
+            self._rooms = [None] * len(self._rooms)
         for bags, part, room in zip(self._bags, self._parts, self._rooms, strict=True):
             rows: torch.Tensor | None = None
             if room is None:
@@ -512,6 +524,8 @@ class ShardedCall:
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
             rows = request.gradient(call, its)
+            if self._memory is self.context.eager_rooms is not None and self.context.updater.keeps_gradients:
+                rows = rows.clone()  # others write there as soon as they have another forward
             if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
             found.append((call, rows))

@@ -176,7 +176,7 @@ class Captures(Agreement):
     def rooms(self) -> list[PartRooms | None] | None:
         """Where rows and gradients of the next forward inside are written to, of each part; None where they are
         sent."""
-        return next(self._rooms, None) if self.is_active else None
+        return next(self._rooms, None)
 
     @property
     def is_active(self) -> bool:

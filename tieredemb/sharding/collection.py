@@ -39,6 +39,7 @@ from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.eager_rooms import EagerRooms
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder, recorded_requests
 from tieredemb.sharding.layout import Layout, Sharding
@@ -198,6 +199,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         )  # fmt: skip
         context.captures = Captures(context, find, self._batch)
         context.recorded = recorded_requests(context, find)
+        if exchange.has_nccl and config.device.type == "cuda":
+            context.eager_rooms = EagerRooms(context)
         return Together(context, config)
 
     def _make_shards(

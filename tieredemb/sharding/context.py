@@ -31,6 +31,7 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 if TYPE_CHECKING:
     from tieredemb.sharding.call import ReadyGradients, ShardedCall
     from tieredemb.sharding.captures import Captures
+    from tieredemb.sharding.eager_rooms import EagerRooms
     from tieredemb.sharding.recorded_requests import RecordedRequests
     from tieredemb.sharding.request import Request
     from tieredemb.step.engine import Engine
@@ -50,10 +51,10 @@ class ShardedContext:
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
     padded to, if the user has named it; else those of captured steps are padded to what they have requested so far, as
     all ranks know · `captures`: what lets a step be captured · `recorded`: what eager forwards
-    record on a GPU · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked
-    another for in one part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once
-    the ranks have told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`:
-    whether all do."""
+    record on a GPU, and `eager_rooms`: where they write what else they would send · `number`: of the last exchange ·
+    `most_rows`: the most different rows that this rank has asked another for in one part, of batches that captured
+    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other · `offers_ahead`:
+    whether this rank would plan eager steps ahead, and `plans_ahead`: whether all do."""
 
     layout: Layout
     exchange: Exchange
@@ -68,6 +69,7 @@ class ShardedContext:
     max_ids: int | None = None
     captures: Captures | None = None
     recorded: RecordedRequests | None = None
+    eager_rooms: EagerRooms | None = None
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None
@@ -161,6 +163,8 @@ class ShardedContext:
             with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
                 for (call, _), its in zip(reached, ready, strict=True):
                     pairs += call.gradients(its, is_infinite=is_infinite)
+            if self.eager_rooms is not None:
+                self.eager_rooms.reached([call.announced for call, _ in reached])
             if not is_settled:
                 self.announce(Phase.BACKWARD)
         except BaseException:

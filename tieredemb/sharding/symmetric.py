@@ -2,9 +2,8 @@
 
 What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
 of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
-any more what was there before, and who reads that all have written. For both there is a barrier: a collective of NCCL,
-of one word, so a rank that has gone is noticed as in any other. NCCL promises nothing of memory that is not its own: so
-who writes ends with a fence (`spread.cuh`).
+any more what was there before, and who reads that all have written. For both there is a barrier (`barrier.cu`) in that
+memory; and who writes ends with a fence (`spread.cuh`).
 
 The barriers are before the first rows of a step, behind rows, and behind gradients. Rows and gradients of each forward
 have room of their own, which is written once a replay: gradients of the step before were read before a rank comes to
@@ -23,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import capture_lock, on_device
+from tieredemb.sharding.barrier import Barrier
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import shares_memory
 from tieredemb.sharding.header import Phase
@@ -58,6 +57,11 @@ class SymmetricRows:
     came: torch.Tensor
     to: RowSpread
 
+    def of_fewer(self, each: int, rank: int) -> SymmetricRows:
+        """Room there for `each` rows of each rank, of which this is one."""
+        to = RowSpread(self.to.begins, each, rank * each)
+        return SymmetricRows(self.came[: len(to.begins) * each], to)
+
 
 class PartRooms(NamedTuple):
     """Of one part of a forward: for its rows, and for their gradients."""
@@ -66,16 +70,23 @@ class PartRooms(NamedTuple):
     grads: SymmetricRows
 
 
-class SymmetricMemory:
-    """That of the ranks of one collection. Room is kept until the collection is closed, as a graph may write to it that
-    a rank replays."""
+class Mapped(NamedTuple):
+    """Memory of all ranks: its `rooms`, and where the `words` of a barrier begin on each."""
 
-    def __init__(self, context: ShardedContext) -> None:
-        self._context, self._exchange, self._device = context, context.exchange, context.device
+    rooms: dict[Room, SymmetricRows]
+    words: list[int]
+
+
+class SymmetricMemory:
+    """That of the ranks of one collection. Room is kept until it is closed, as a graph may write to it that a rank
+    replays. `share`: of the memory that is free it takes no more."""
+
+    def __init__(self, context: ShardedContext, share: float = 1.0) -> None:
+        self._context, self._exchange, self._device, self._share = context, context.exchange, context.device, share
         self._is_off = context.device.type != "cuda" or not context.exchange.has_nccl
         self._made: dict[Room, SymmetricRows] = {}
         self._held: list[Any] = []  # what other ranks' memory is mapped by
-        self._word: torch.Tensor | None = None
+        self._barrier: Barrier | None = None
 
     def make(self, rooms: Sequence[Room]) -> list[SymmetricRows] | None:
         """Those of `rooms`, which are the same on all ranks; makes what there is not yet. None on all of them where
@@ -92,22 +103,25 @@ class SymmetricMemory:
         """Makes these, on all ranks or on none; returns whether it did."""
         held = list[Any]()
         try:
-            made = self._shared(missing, held)
-            if made is None:
+            mapped = self._shared(missing, held)
+            if mapped is None:
                 return False
             self._held.append(tuple(held))
         finally:
             with capture_lock(self._device):  # to free memory is to wait for the device
                 held.clear()
         with self._exchange.agreed(), on_device(self._device), no_inference():
-            self.barrier()  # NCCL makes what a collective needs when it is first called: not in a capture
+            if self._barrier is None:
+                timeout = self._exchange.timeout.total_seconds()
+                self._barrier = Barrier(self._device, mapped.words, self._exchange.rank, timeout)
+            self.barrier()  # whose kernel is compiled when it is first called: not in a capture
             met = torch.cuda.Event()  # type: ignore[no-untyped-call]
             met.record()
             self._context.wait_for(met)
-        self._made |= made
+        self._made |= mapped.rooms
         return True
 
-    def _shared(self, missing: Sequence[Room], held: list[Any]) -> dict[Room, SymmetricRows] | None:
+    def _shared(self, missing: Sequence[Room], held: list[Any]) -> Mapped | None:
         """Rooms in memory that all ranks have mapped; None on all of them where one could not. Puts into `held` this
         rank's memory and, once that is mapped, what maps it."""
         starts, size = self._laid_out(missing)
@@ -115,11 +129,11 @@ class SymmetricMemory:
         tokens = self._all_could(token if self._allocate(held, size, token) else 0)
         if tokens is None:
             return None
-        made = self._mapped(held, tokens, dict(zip(missing, starts, strict=True)))
-        if self._all_could(int(made is not None)) is None:
+        mapped = self._mapped(held, tokens, dict(zip(missing, starts, strict=True)))
+        if self._all_could(int(mapped is not None)) is None:
             return None
         held[0][:WORD] = 0  # all have read it
-        return made
+        return mapped
 
     def _all_could(self, could: int) -> Sequence[int] | None:
         """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
@@ -143,18 +157,28 @@ class SymmetricMemory:
                 held.clear()
 
     def barrier(self) -> None:
-        """Waits until all ranks have come here, on the current stream: what each has launched there before is over."""
-        assert self._word is not None
-        dist.all_reduce(self._word, group=self._exchange.group)
+        """See `Barrier.meet`."""
+        assert self._barrier is not None
+        self._barrier.meet()
+
+    def follow(self) -> None:
+        """See `Barrier.follow`."""
+        assert self._barrier is not None
+        self._barrier.follow()
 
     def _laid_out(self, rooms: Sequence[Room]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
-        starts, end = [], 0
+        starts, end = [], self._head
         for room in rooms:
             starts.append(end)
             size = self._exchange.size * room.each * room.width * room.dtype.itemsize
             end += -(-size // ALIGNED) * ALIGNED
         return starts, end
+
+    @property
+    def _head(self) -> int:
+        """Bytes before the first room: of what ranks know the memory by, and of the words of a barrier."""
+        return -(-WORD * (1 + self._exchange.size) // ALIGNED) * ALIGNED
 
     def _allocate(self, held: list[Any], size: int, token: int) -> bool:
         """Makes so many bytes of memory, to be `held`, that other ranks can be given; they begin with a `token`, and
@@ -165,11 +189,11 @@ class SymmetricMemory:
             import torch.distributed._symmetric_memory as symmetric
 
             with on_device(self._device), no_inference():
-                memory = symmetric.empty(max(ALIGNED, size), dtype=torch.uint8, device=self._device)
+                if self._share < 1.0 and size > self._share * torch.cuda.mem_get_info(self._device)[0]:
+                    return False
+                memory = symmetric.empty(size, dtype=torch.uint8, device=self._device)
                 memory.zero_()
                 memory[:WORD].view(torch.int64).fill_(token)
-                if self._word is None:
-                    self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
                 torch.cuda.current_stream().synchronize()
         except CANNOT:
             return False
@@ -188,9 +212,7 @@ class SymmetricMemory:
         others = {here[place.gpu] for place in places} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
-    def _mapped(
-        self, held: list[Any], tokens: Sequence[int], starts: Mapping[Room, int]
-    ) -> dict[Room, SymmetricRows] | None:
+    def _mapped(self, held: list[Any], tokens: Sequence[int], starts: Mapping[Room, int]) -> Mapped | None:
         """Maps the memory of all ranks, that of this one being `held`: rooms there, by where they begin (`starts`).
         None where it cannot, and where what is mapped does not begin with what its rank has told (`tokens`). Ranks
         wait for each other inside, by torch's means: where one fails amid it, another may wait for ever."""
@@ -206,7 +228,8 @@ class SymmetricMemory:
                 if found.tolist() != list(tokens):
                     return None
                 begins = [its.data_ptr() for its in of_ranks]
-                return {room: self._rows(room, memory, begins, start) for room, start in starts.items()}
+                rooms = {room: self._rows(room, memory, begins, start) for room, start in starts.items()}
+                return Mapped(rooms, [begin + WORD for begin in begins])
         except CANNOT:
             return None
 

@@ -290,10 +290,12 @@ class Together(Ranks):
         exchange.close()
         if captures is not None:
             captures.symmetric.close(frees=is_whole)
+        if self._context.eager_rooms is not None:
+            self._context.eager_rooms.close(frees=is_whole)
 
     def memory_report(self) -> dict[str, Any]:
-        captures = self._context.captures
-        size = 0 if captures is None else captures.symmetric.bytes
+        captures, eager = self._context.captures, self._context.eager_rooms
+        size = (0 if captures is None else captures.symmetric.bytes) + (0 if eager is None else eager.bytes)
         return {"peers": {"rows": size}} if size else {}
 
 

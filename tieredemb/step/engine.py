@@ -360,6 +360,11 @@ class Engine:
         """Whether `accumulate()` is active."""
         return self._accumulates is not None and self._accumulates() is not None
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are kept when a backward pass is over: a later step applies them."""
+        return self._pending is not None or self.accumulates
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def move(self, device: torch.device) -> None:

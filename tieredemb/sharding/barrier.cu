@@ -1,0 +1,47 @@
+// A barrier of the GPUs of several ranks, in memory that all of them have mapped.
+#include "common.cuh"
+
+// Where the ranks meet: rank k's memory for it begins at begins[k], a word for each rank, of how often that has come.
+struct Meeting {
+    const i64 *begins;
+    int ranks, rank;
+};
+
+constexpr int TURNS = 1 << 10;  // between two looks at the host's memory, each of which takes microseconds
+
+__device__ __forceinline__ void store_release(u64 *to, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_acquire(const u64 *from) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Waits until all ranks have come as often as this one, which comes once more: `*count`. What each has launched before
+// on its stream is over then, and what it has written is here. `*ended`, in the host's memory: not zero once nobody is
+// to be waited for any more, and what is computed has no meaning. After `patience` nanoseconds the kernel fails, and
+// with it the process: as NCCL's do. One block of a thread a rank.
+extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, const int *ended, u64 patience) {
+    wait_for_prior_kernel();
+    __shared__ u64 number;
+    if (threadIdx.x == 0) number = ++*count;
+    __syncthreads();
+    const int other = threadIdx.x;
+    if (other >= meeting.ranks) return;
+    const u64 begin = nanoseconds();
+    store_release(reinterpret_cast<u64 *>(meeting.begins[other]) + meeting.rank, number);
+    const u64 *come = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
+    for (int turn = 1; load_acquire(come) < number; turn++) {
+        if (turn % TURNS) continue;
+        if (*static_cast<const volatile int *>(ended)) return;
+        if (nanoseconds() - begin > patience) __trap();
+    }
+}

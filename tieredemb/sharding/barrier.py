@@ -1,0 +1,65 @@
+"""A barrier of the GPUs of several ranks, in memory that all of them have mapped.
+
+A kernel writes a word into each rank's memory and waits for theirs, which takes a GPU and a host less time than a
+collective of NCCL. As NCCL does, it fails where a rank does not come for too long; and where ranks exchange nothing any
+more it waits for nobody (`collectives.end_waits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tieredemb.kernels.arguments import struct_type
+from tieredemb.kernels.collectives import end_with, is_over
+from tieredemb.kernels.compiler import kernel
+from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.streams import current_stream, on_device
+
+BARRIER = "sharding/barrier.cu"
+WARP = 32
+PATIENCE = 2  # × the ranks' timeout, within which a host finds out and says more
+
+
+class Barrier:
+    """That of one order of calls: all ranks come to it in the same one. `begins`: of each rank the address of W words,
+    zero, which it has mapped for this `rank` · `timeout`: in seconds."""
+
+    def __init__(self, device: torch.device, begins: Sequence[int], rank: int, timeout: float) -> None:
+        self._device, self._timeout, self._ranks = device, timeout, len(begins)
+        with no_inference():
+            self._begins = torch.tensor(begins, dtype=torch.int64, device=device)
+            self._count = torch.zeros(1, dtype=torch.int64, device=device)
+            self._ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._meeting = struct_type(BARRIER, "Meeting")(begins=self._begins, ranks=self._ranks, rank=rank)
+        self._patience = int(PATIENCE * timeout * 1e9)
+        self._stream = current_stream(device.index)  # that it was launched on last
+        end_with(self)
+
+    def meet(self) -> None:
+        """The current stream waits until all ranks have come here: what each has launched there before is over."""
+        with on_device(self._device):
+            if not torch.cuda.is_current_stream_capturing():
+                self.follow()
+            threads = -(-self._ranks // WARP) * WARP
+            kernel(BARRIER, "ranks_meet")(
+                1, threads, self._meeting, self._count, self._ended.data_ptr(), self._patience
+            )
+
+    def follow(self) -> None:
+        """The current stream comes behind the barrier, and all that was launched behind it on its stream by now."""
+        stream = current_stream(self._device.index)
+        if stream.cuda_stream != self._stream.cuda_stream:
+            stream.wait_stream(self._stream)
+            self._stream = stream
+
+    def ends_in_time(self) -> bool:
+        """See `collectives.Waiting`."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        return is_over(done, self._timeout)
+
+    def end(self) -> None:
+        """See `collectives.Waiting`."""
+        self._ended.fill_(1)
