@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -328,3 +330,38 @@ def dies_eagerly(rank, size, ahead):
 @AT_ONCE_OR_AHEAD
 def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead):
     test_sharded_gpus.check_killed(dies_eagerly, ahead)
+
+
+def waits_in_vain(rank, size):
+    """The GPU of rank 1 comes to the exchange of gradients long after the ranks' timeout, and no host waits for it."""
+    with writing():
+        tables = tables_of(**TABLES)
+        model = ShardedTieredEmbeddingBagCollection(
+            tables, sharding=te.RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), timeout=timedelta(seconds=2)
+        )
+        ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=seven)
+        for step in range(12):
+            out = model(ids, offsets)
+            if rank == 1 and step == 11:
+                torch.cuda._sleep(2 * test_sharded_gpus.LONG_SLEEP)
+            out.backward(upstream)
+        started = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()
+            return "", time.monotonic() - started
+        return "failed", time.monotonic() - started
+
+
+def test_a_gpu_that_waits_for_another_in_vain_fails():
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    broken = test_sharded_gpus.world_that_sends()
+    try:
+        broken.pipes[0].send((waits_in_vain, ()))
+        broken.pipes[1].send((waits_in_vain, ()))
+        assert broken.pipes[0].poll(120)
+        _, (text, seconds) = broken.pipes[0].recv()
+        assert text == "failed"
+        assert 3 < seconds < 12
+    finally:
+        broken.close()

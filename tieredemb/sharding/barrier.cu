@@ -26,22 +26,26 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 
 // Waits until all ranks have come as often as this one, which comes once more: `*count`. What each has launched before
-// on its stream is over then, and what it has written is here. `*ended`, in the host's memory: not zero once nobody is
-// to be waited for any more, and what is computed has no meaning. After `patience` nanoseconds the kernel fails, and
-// with it the process: as NCCL's do. One block of a thread a rank.
-extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, const int *ended, u64 patience) {
+// on its stream is over then, and what it has written is here. Adds to `*waited` how long that took, in nanoseconds.
+// `*ended`, in the host's memory: not zero once nobody is to be waited for any more, and what is computed has no
+// meaning. After `patience` nanoseconds the kernel fails, and with it the process: as NCCL's do. One block of a thread a
+// rank.
+extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, u64 *waited, const int *ended, u64 patience) {
     wait_for_prior_kernel();
     __shared__ u64 number;
     if (threadIdx.x == 0) number = ++*count;
     __syncthreads();
     const int other = threadIdx.x;
-    if (other >= meeting.ranks) return;
     const u64 begin = nanoseconds();
-    store_release(reinterpret_cast<u64 *>(meeting.begins[other]) + meeting.rank, number);
-    const u64 *come = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
-    for (int turn = 1; load_acquire(come) < number; turn++) {
-        if (turn % TURNS) continue;
-        if (*static_cast<const volatile int *>(ended)) return;
-        if (nanoseconds() - begin > patience) __trap();
+    if (other < meeting.ranks) {
+        store_release(reinterpret_cast<u64 *>(meeting.begins[other]) + meeting.rank, number);
+        const u64 *come = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
+        for (int turn = 1; load_acquire(come) < number; turn++) {
+            if (turn % TURNS) continue;
+            if (*static_cast<const volatile int *>(ended)) break;
+            if (nanoseconds() - begin > patience) __trap();
+        }
     }
+    __syncthreads();
+    if (threadIdx.x == 0) *waited += nanoseconds() - begin;
 }

@@ -30,7 +30,7 @@ class Barrier:
         self._device, self._timeout, self._ranks = device, timeout, len(begins)
         with no_inference():
             self._begins = torch.tensor(begins, dtype=torch.int64, device=device)
-            self._count = torch.zeros(1, dtype=torch.int64, device=device)
+            self._count, self._waited = torch.zeros((2, 1), dtype=torch.int64, device=device)  # times; nanoseconds
             self._ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._meeting = struct_type(BARRIER, "Meeting")(begins=self._begins, ranks=self._ranks, rank=rank)
         self._patience = int(PATIENCE * timeout * 1e9)
@@ -44,7 +44,7 @@ class Barrier:
                 self.follow()
             threads = -(-self._ranks // WARP) * WARP
             kernel(BARRIER, "ranks_meet")(
-                1, threads, self._meeting, self._count, self._ended.data_ptr(), self._patience
+                1, threads, self._meeting, self._count, self._waited, self._ended.data_ptr(), self._patience
             )
 
     def follow(self) -> None:
@@ -53,6 +53,11 @@ class Barrier:
         if stream.cuda_stream != self._stream.cuda_stream:
             stream.wait_stream(self._stream)
             self._stream = stream
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the GPU has waited in it. Synchronises."""
+        return 1e-9 * int(self._waited)
 
     def ends_in_time(self) -> bool:
         """See `collectives.Waiting`."""

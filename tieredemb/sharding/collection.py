@@ -382,7 +382,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def stats(self) -> ShardedStats:
         """Counters of the rows that this rank owns, and of what it has sent to other ranks (`ShardedStats`); subtract
         two snapshots to measure a stretch of work."""
-        counted = self._ranks.exchange.stats()
+        counted = self._ranks.stats()
         for held in self._held:
             counted += held.engine.tables.stats()
         return counted

@@ -42,7 +42,13 @@ class EagerRooms:
         self._turn = 0
         self._holder: int | None = None  # the forward that has the room for gradients
         self._lacked = 0  # forwards in a row that have found no room
+        self._waited = 0.0  # in rooms that were outgrown
         self._is_off = False
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `SymmetricMemory.wait_seconds`."""
+        return self._waited + (0.0 if self._memory is None else self._memory.wait_seconds)
 
     @property
     def bytes(self) -> int:
@@ -84,6 +90,7 @@ class EagerRooms:
             self._is_off = True
             return
         if self._memory is not None:  # of which all have come to the barrier of the new one
+            self._waited += self._memory.wait_seconds
             self._memory.close(frees=True)
         self._memory, self._most, self._made = memory, most, made
         self._views.clear()

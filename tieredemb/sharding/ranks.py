@@ -13,6 +13,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.shard import Held
+from tieredemb.sharding.stats import ShardedStats
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
@@ -100,6 +101,10 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`."""
+
+    def stats(self) -> ShardedStats:
+        """What was sent, and waited for, so far."""
+        return self.exchange.stats()
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of what they exchange by, beside those of the tables."""

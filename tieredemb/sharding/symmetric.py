@@ -146,6 +146,11 @@ class SymmetricMemory:
         """That this rank holds."""
         return sum(memory.nbytes for memory, _ in self._held)
 
+    @property
+    def wait_seconds(self) -> float:
+        """How long this rank's GPU has waited for others. Synchronises."""
+        return 0.0 if self._barrier is None else self._barrier.wait_seconds
+
     def close(self, *, frees: bool) -> None:
         """Gives the room up, once no graph writes to it. Unless it `frees` that, it is lost until the process ends: to
         free it waits for the device, which may be waiting for a rank that has gone."""

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
+from tieredemb.sharding.stats import ShardedStats
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
@@ -32,6 +34,8 @@ from tieredemb.step.program import Call, look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.eager_rooms import EagerRooms
+    from tieredemb.sharding.symmetric import SymmetricMemory
     from tieredemb.step.agreement import Agreement
 
 
@@ -285,17 +289,23 @@ class Together(Ranks):
 
     def close(self) -> None:
         self._planned.drop_all()
-        exchange, captures = self._context.exchange, self._context.captures
-        is_whole = not exchange.is_broken
-        exchange.close()
-        if captures is not None:
-            captures.symmetric.close(frees=is_whole)
-        if self._context.eager_rooms is not None:
-            self._context.eager_rooms.close(frees=is_whole)
+        is_whole = not self._context.exchange.is_broken
+        self._context.exchange.close()
+        for memory in self._written:
+            memory.close(frees=is_whole)
+
+    @property
+    def _written(self) -> list[SymmetricMemory | EagerRooms]:
+        """What ranks write to in each other's memory."""
+        captures, eager = self._context.captures, self._context.eager_rooms
+        return [*([] if captures is None else [captures.symmetric]), *([] if eager is None else [eager])]
+
+    def stats(self) -> ShardedStats:
+        waited = sum(memory.wait_seconds for memory in self._written)
+        return replace(super().stats(), gpu_wait_seconds=waited)
 
     def memory_report(self) -> dict[str, Any]:
-        captures, eager = self._context.captures, self._context.eager_rooms
-        size = (0 if captures is None else captures.symmetric.bytes) + (0 if eager is None else eager.bytes)
+        size = sum(memory.bytes for memory in self._written)
         return {"peers": {"rows": size}} if size else {}
 
 
