@@ -511,7 +511,7 @@ def parse_capacity(text: str) -> Capacity:
 
 def as_capacity(given: Any) -> Capacity:
     """A capacity as it was given: in words, or as a number of NumPy or torch. Its value is not checked."""
-    return parse_capacity(given) if isinstance(given, str) else plain(given)  # type: ignore[no-any-return]
+    return parse_capacity(given) if isinstance(given, str) else plain(given)
 
 
 def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int, of: str = "the rows") -> int:

@@ -59,9 +59,9 @@ def torch_module(module: OneTable) -> Embedding:
     made.weight.requires_grad_(module.trains)
     for parameter in module.engine.table_parameters if module.trains else ():
         for hook in (parameter.hooks or {}).values():
-            made.weight.register_hook(hook)  # type: ignore[no-untyped-call]
+            made.weight.register_hook(hook)
         for post_hook in (parameter.post_hooks or {}).values():
-            made.weight.register_post_accumulate_grad_hook(post_hook)  # type: ignore[no-untyped-call]
+            made.weight.register_post_accumulate_grad_hook(post_hook)
     made.train(module.training)
     for name, own in vars(module).items():
         if name in vars(made) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):

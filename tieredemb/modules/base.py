@@ -351,7 +351,7 @@ class TieredModule(LookupModule):
                 f"convert the dense part alone, or use autocast for it"
             )
         shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
-        if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
+        if shared.device.type == "cpu" and shared.is_shared():
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         if probe.device != self._hook.device:
             self.tables.check_moves([each.tables for each in _moved_together(self)])

@@ -442,7 +442,7 @@ class ShardedCall:
         mine = asks[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None:
-                pieces = rows.split(part.order)  # type: ignore[no-untyped-call]
+                pieces = rows.split(part.order)
                 rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
                 sent = [n * is_asked for n, is_asked in zip(part.order, asks, strict=True)]
                 kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))

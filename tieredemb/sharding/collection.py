@@ -461,7 +461,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         device = self.tables.config.device
         probe = moved(fn, torch.zeros(1, device=device))
-        is_shared = probe.device.type == "cpu" and probe.is_shared()  # type: ignore[no-untyped-call]
+        is_shared = probe.device.type == "cpu" and probe.is_shared()
         if probe.dtype != torch.float32 or probe.device != device or is_shared:
             raise UnsupportedError(
                 "rows of a sharded collection stay where they are and as they are; build it with device= and dtype=, "

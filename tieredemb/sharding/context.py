@@ -235,7 +235,7 @@ class ShardedContext:
         comes of it. On a CPU, and in a capture, there is nothing to do."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             if done is None:
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done = torch.cuda.Event()
                 done.record(current_stream(self.device.index))
             self.wait_for(done)
 

@@ -75,7 +75,7 @@ class GpuPart:
         self.sends_padding = part.sends_padding
         tables = space.tables[space.table]
 
-        def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         self._padding_keys = upload(part.padding_keys)
@@ -463,7 +463,7 @@ class GpuFinder:
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
             given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
-            each = torch.split(counts, self._columns, 1)  # type: ignore[no-untyped-call]
+            each = torch.split(counts, self._columns, 1)
             of_parts = zip(self._parts, each, strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 

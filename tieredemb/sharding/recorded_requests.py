@@ -182,10 +182,10 @@ class RecordedRequest:
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._by: weakref.ref[ShardedCall] | None = None
-        self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over,
+        self._used = torch.cuda.Event()  # comes once the last use is over,
         self._used_on: int | None = None  # which was on this stream
         # where the host finds what was found, once the event has come
-        self._words, self._has_words = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._words, self._has_words = finder.room(), torch.cuda.Event()
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None

@@ -257,12 +257,12 @@ class Request:
     def _by_rank(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """Values of bags, (K, D), by rank; they lie feature by feature, and in these rank by rank."""
         by_feature = bags.view(features, sum(self._samples), bags.shape[1])
-        pieces = torch.split(by_feature, self._samples, 1)  # type: ignore[no-untyped-call]
+        pieces = torch.split(by_feature, self._samples, 1)
         return torch.cat([piece.reshape(-1, bags.shape[1]) for piece in pieces])
 
     def _by_feature(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """The other way round."""
-        pieces = torch.split(bags, [features * each for each in self._samples])  # type: ignore[no-untyped-call]
+        pieces = torch.split(bags, [features * each for each in self._samples])
         its = zip(pieces, self._samples, strict=True)
         return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1).view(-1, bags.shape[1])
 

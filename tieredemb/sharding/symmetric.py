@@ -101,7 +101,7 @@ class SymmetricMemory:
                 held.clear()
         with self._exchange.agreed(), on_device(self._device), no_inference():
             self.barrier()  # NCCL makes what a collective needs when it is first called: not in a capture
-            met = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            met = torch.cuda.Event()
             met.record()
             self._context.wait_for(met)
         self._made |= made

@@ -424,7 +424,7 @@ _backward_untraced = untraced(_backward_once)
 
 
 # `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
-LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply  # type: ignore[misc]
+LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply
 
 
 # --- backward: what one pass reaches, applied at its end --------------------------------------------------------------
@@ -495,7 +495,7 @@ class BackwardPass:
 
     def _begin(self, task: int, depth: int) -> CollectedCalls:
         collected = CollectedCalls(depth)
-        torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(collected)
         self._of_task[task] = collected
         return collected
 

@@ -189,7 +189,7 @@ class TableGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], device: torch.device, known: Known) -> TableGradient:
-        made: TableGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TableGradient = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=torch.float32, device=device
         )
         made.known = known
@@ -265,8 +265,8 @@ class SquaredGradient(TableGradient):
     _squares: Known
 
     @staticmethod
-    def __new__(cls, gradient: TableGradient) -> SquaredGradient:  # type: ignore[override]
-        made: SquaredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, gradient: TableGradient) -> SquaredGradient:
+        made: SquaredGradient = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=torch.float32, device=gradient.device
         )
         made._root = gradient.known.copied(gradient.known.values.clone())
