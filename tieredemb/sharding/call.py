@@ -23,16 +23,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.bags import Bags
-from tieredemb.sharding.context import ShardedContext, check_update
+from tieredemb.sharding.call_context import ReadyGradients, ShardedCallContext
 from tieredemb.sharding.exchange import Sending
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartRooms
 
-    Array = np.ndarray[Any, Any]
-
 T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
@@ -57,17 +54,6 @@ ALONE = 8  # this rank would not plan the next batch ahead
 LATER = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
 FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
 TRAINS = 64  # of a header of a forward: it is to update rows
-
-
-class ReadyGradients(NamedTuple):
-    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
-    written to the owner's memory, what comes of all ranks · `is_infinite`: whether a gradient here is not finite ·
-    `is_settled`: whether what comes is the gradient as an update takes it, so that this rank cannot fail any more
-    before that."""
-
-    sending: list[list[Sending | torch.Tensor]]
-    is_infinite: bool
-    is_settled: bool
 
 
 class ShardedCall:
@@ -91,7 +77,7 @@ class ShardedCall:
     # of each part, where rows and gradients are written to each other's memory and not sent
     _rooms: Sequence[PartRooms | None] = ()
 
-    def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
+    def __init__(self, context: ShardedCallContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
         whether that has yet to come."""
         self.context = context
@@ -112,7 +98,7 @@ class ShardedCall:
         self._rows: list[torch.Tensor] = []
 
     @classmethod
-    def of(cls, context: ShardedContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
+    def of(cls, context: ShardedCallContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
         """The call of a forward that has come: the one that was `planned`, if all ranks have theirs, or another."""
         if planned is None:
             return cls(context, batch, flag=flag)
@@ -133,7 +119,7 @@ class ShardedCall:
         """The bags, which are found to be good; what is wrong with them all ranks raise."""
         captures = self.context.captures
         try:
-            if captures is not None and captures.is_active:
+            if captures.is_active:
                 self._asks_for = self.context.no_counts.most
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
@@ -354,14 +340,12 @@ class ShardedCall:
                 came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
                     bags.keep(came)
-        if context.captures is not None:
-            context.captures.rows_sent()
+        context.captures.rows_sent()
         return True
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""
-        captures = self.context.captures
-        rooms = None if captures is None else captures.rooms()
+        rooms = self.context.captures.rooms()
         if rooms is None:
             return [None] * len(self._bags)
         parts = self._parts
@@ -375,7 +359,6 @@ class ShardedCall:
         """What comes of several of a `kind` that all ranks send, or write to where it is."""
         exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
         if written:
-            assert self.context.captures is not None
             self.context.captures.symmetric.barrier()
         for each in written:  # as much as comes
             exchange.count(kind, each, len(each) - len(each) // exchange.size)
@@ -571,3 +554,12 @@ def _check_alike(header: Header) -> None:
             f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
             f"has fewer batches takes some without samples: no ids, and offsets of a single 0. Nothing was changed"
         )
+
+
+def check_update(call: Call) -> None:
+    """Raises what an update of the rows of a call would, before it changes any."""
+    tables = call.context.tables.placed.now
+    with tables.rows.held():
+        for group, part in zip(tables.groups, call.parts, strict=True):
+            group.cache.check_rows(part.ticket)
+    call.context.check_trainable().check_options_now()

@@ -37,10 +37,9 @@ from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.alone import Alone
-from tieredemb.sharding.captures import Captures
-from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.call_context import ShardedCallContext
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.finder import bag_finder, recorded_requests
+from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
@@ -191,13 +190,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
         find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)
-        context = ShardedContext(
+        context = ShardedCallContext(
             layout=self.layout, exchange=exchange, shards=shards, find=find,
             columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
+            make_batch=self._batch,
         )  # fmt: skip
-        context.captures = Captures(context, find, self._batch)
-        context.recorded = recorded_requests(context, find)
         return Together(context, config)
 
     def _make_shards(

@@ -14,7 +14,8 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall
-from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.call_context import ShardedCallContext
+from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import Most
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
@@ -23,7 +24,6 @@ from tieredemb.step.shallow import shallow_copy
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.sharding.captures import Captures
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.device_group_call import DeviceGroupCall
@@ -62,12 +62,10 @@ class LastingMemory:
                 torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
 
 
-class LastingCall(ShardedCall):
-    """Such a forward, planned into the `memory` of one that is over, or into a new one. `told`: of one that a graph has
-    found, what it tells of its ids; it was not known whether they fit exchanges of one size · `form`: the sizes of
-    these."""
+class LastingCall(ShardedCall, FoundAhead):
+    """Such a forward, planned into the `memory` of one that is over, or into a new one."""
 
-    def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
+    def __init__(self, context: ShardedCallContext, batch: Batch, memory: LastingMemory | None = None) -> None:
         """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
@@ -86,9 +84,8 @@ class LastingCall(ShardedCall):
         if memory is None or not memory.fits(found):
             cache = cast("DeviceCache", context.shards[0].engine.tables.groups[0].cache)
             with cache.memory():
-                memory = LastingMemory(found, self._captures.room())
+                memory = LastingMemory(found, context.captures.room())
         memory.fill(found)
-        self.told: torch.Tensor | None = None
         if self._words is not None:
             self.told = memory.told.copy_(self._words, non_blocking=True)
         its = iter(memory.tensors)
@@ -100,17 +97,7 @@ class LastingCall(ShardedCall):
 
     def _note_asked(self, most: Sequence[Most]) -> None:
         super()._note_asked(most)
-        self.note_rows(most)
-
-    def note_rows(self, most: Sequence[Most]) -> None:
-        """Notes how many rows a batch asks for: later graphs have room for as many to come back."""
-        self.context.most_rows = max(self.context.most_rows, *(each.rows for each in most))
-
-    @property
-    def _captures(self) -> Captures:
-        captures = self.context.captures
-        assert captures is not None
-        return captures
+        self.context.note_rows(most)
 
     @property
     def _known(self) -> list[Lasting]:

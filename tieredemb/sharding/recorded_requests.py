@@ -21,7 +21,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -37,7 +37,6 @@ from tieredemb.sharding.stats import IDS
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
-    from tieredemb.sharding.call import ShardedCall
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
     from tieredemb.sharding.request import Request
     from tieredemb.step.batch import Batch
@@ -164,6 +163,12 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
+class User(Protocol):
+    """A forward that uses a request. `is_over`: whether it does no more."""
+
+    is_over: bool
+
+
 class RecordedRequest:
     """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
 
@@ -181,7 +186,7 @@ class RecordedRequest:
         device, exchange = context.device, context.exchange
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
-        self._by: weakref.ref[ShardedCall] | None = None
+        self._by: weakref.ref[User] | None = None
         self._used = torch.cuda.Event()  # comes once the last use is over,
         self._used_on: int | None = None  # which was on this stream
         # where the host finds what was found, once the event has come
@@ -239,7 +244,7 @@ class RecordedRequest:
         call = None if self._by is None else self._by()
         return call is None or call.is_over
 
-    def find(self, call: ShardedCall, batch: Batch) -> list[GpuBags]:
+    def find(self, call: User, batch: Batch) -> list[GpuBags]:
         """The bags of `call`, which has it until it is over. Does not synchronise."""
         self._by = weakref.ref(call)
         with on_device(self._device), torch.no_grad():

@@ -16,8 +16,8 @@ from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
+from tieredemb.sharding.call_context import ShardedCallContext
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
-from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Together(Ranks):
     """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
 
-    def __init__(self, context: ShardedContext, config: TableSetConfig) -> None:
+    def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
         self._context = context
         self._config = config
         self._planned = PlannedForwards()
@@ -288,12 +288,10 @@ class Together(Ranks):
         exchange, captures = self._context.exchange, self._context.captures
         is_whole = not exchange.is_broken
         exchange.close()
-        if captures is not None:
-            captures.symmetric.close(frees=is_whole)
+        captures.symmetric.close(frees=is_whole)
 
     def memory_report(self) -> dict[str, Any]:
-        captures = self._context.captures
-        size = 0 if captures is None else captures.symmetric.bytes
+        size = self._context.captures.symmetric.bytes
         return {"peers": {"rows": size}} if size else {}
 
 
