@@ -41,7 +41,8 @@ def torch_module(module: OneTable) -> Embedding:
     """An `nn.Embedding` or `nn.EmbeddingBag` with a copy of the rows, the settings and the hooks of a tiered module.
     Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold the rows."""
     followed = followed_by(module)
-    takes_sparse = followed is not None and kind_of(type(followed.optimizer)).takes_sparse  # type: ignore[arg-type]
+    torch_optimizer = None if followed is None else followed.optimizer
+    takes_sparse = torch_optimizer is not None and kind_of(type(torch_optimizer)).takes_sparse
     settings: dict[str, Any] = {
         "padding_idx": module.padding_idx,
         "max_norm": module.max_norm,

@@ -291,8 +291,7 @@ class TieredModule(LookupModule):
 
         self.engine.check_no_gradient("load a checkpoint")
         self.engine.drop_planned()
-        extra: dict[str, Any] = load(saved_alone(self.tables, self.engine.optimizer), directory, recover=recover)
-        return extra
+        return load(saved_alone(self.tables, self.engine.optimizer), directory, recover=recover)
 
     def _weight_key(self, table: int) -> str:
         """Name of a table's weights in `state_dict()`."""

@@ -479,14 +479,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
 def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
     """What was given, if it can be. Raises `ConfigError`."""
-    max_ids = plain(max_ids)
+    number: int | None = plain(max_ids)
     most = MOST_ENTRIES // ranks
-    if max_ids is not None and not (is_whole(max_ids) and 1 <= max_ids <= most):
+    if number is not None and not (is_whole(number) and 1 <= number <= most):
         raise ConfigError(
             f"max_ids must be a number of ids that a rank asks another for at most, 1 … {most} with {ranks} ranks, or "
-            f"None, got {shown(max_ids)}"
+            f"None, got {shown(number)}"
         )
-    return max_ids  # type: ignore[no-any-return]
+    return number
 
 
 def _abandon(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:

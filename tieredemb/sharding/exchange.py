@@ -323,9 +323,9 @@ class Exchange:
         # what a rank has met itself says more than what it knows of others
         rank, kind, text = next((each for each in met if each[1] != PeerError.__name__), met[0])
         known = getattr(errors, kind, None)
-        same = isinstance(known, type) and issubclass(known, TieredEmbError)
-        message = f"rank {rank}: {text}" if same else f"rank {rank}: {kind}: {text}"
-        raise (known if same else PeerError)(message) from error  # type: ignore[misc]
+        if isinstance(known, type) and issubclass(known, TieredEmbError):
+            raise known(f"rank {rank}: {text}") from error
+        raise PeerError(f"rank {rank}: {kind}: {text}") from error
 
     @staticmethod
     def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:

@@ -190,10 +190,10 @@ class TableParameter(TableTensor):
         copied: torch.Tensor = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_beside:
             return _unbound, self._made_as
-        return self._alone().__reduce_ex__(protocol)  # type: ignore[no-any-return]
+        return self._alone().__reduce_ex__(protocol)
 
     @property
     def _made_as(self) -> tuple[Any, ...]:

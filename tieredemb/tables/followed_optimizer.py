@@ -588,7 +588,7 @@ class FollowedOptimizer:
         the step, which a GPU finds out by itself."""
         due = list[FollowedOptimizer]()
         for each in those:
-            if each._entries and not each._entries <= each.optimizer.state.keys():  # type: ignore[union-attr]
+            if each._entries and each.optimizer is not None and not each._entries <= each.optimizer.state.keys():
                 each._follow_state()
             if each.pending is not None and each.pending.is_there:
                 due.append(each)
