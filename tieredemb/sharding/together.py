@@ -28,7 +28,7 @@ from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import Call, look_up
+from tieredemb.step.program import look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
@@ -146,17 +146,17 @@ class Together(Ranks):
                 call.release()
             return has_rows
 
-        def make() -> Call:
+        def make() -> ShardedCall:
             tables = self.held[0].engine.tables
             found = None if recomputed else self._planned.take(tables, batch.given)
             planned = cast("ShardedCall | None", found)
             if planned is not None and planned.may_fetch_first(flag):
                 if fetch(planned, is_announced=False):
-                    return cast("Call", planned)
+                    return planned
                 planned = None
             call = ShardedCall.of(context, batch, flag, planned)
             fetch(call, is_announced=True)
-            return cast("Call", call)
+            return call
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
             # The leaf lies on the CPU. Autograd reaches it on the thread that has called backward, which so is the one
@@ -266,8 +266,7 @@ class Together(Ranks):
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         self.ready_to_load()
-        extra: dict[str, Any] = load([self.rows(Phase.LOAD)], directory, recover=recover)
-        return extra
+        return load([self.rows(Phase.LOAD)], directory, recover=recover)
 
     def ready_to_load(self) -> None:
         """Drops what was planned, before rows are replaced."""
