@@ -328,14 +328,15 @@ class GpuBags:
         return [each for each in held if isinstance(each, torch.Tensor)]
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `Lasting`; behind `pad`."""
+        """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others.
+        Behind `pad`."""
         named = vars(self._bags).items()
         lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
         self._bags, self._order = replace(self._bags, **lying), put(self._order)
         self.asked = self._rows_asked = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
-        """See `Lasting`."""
+        """That of another forward, which a replay has found out to where this one lies."""
         bags = shallow_copy(self)
         bags._weights = bags._argmax = bags._rows = None
         return bags

@@ -21,7 +21,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.header import Bound, Bounds, Most
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.stats import IDS
+from tieredemb.tables.group import device_groups
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
@@ -90,7 +91,7 @@ class RecordedRequests:
         found = self._recorder.find(form)
         if found is not None:
             return found
-        cache = cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache)
+        cache = device_groups(self._context.shards[0].engine.tables.groups)[0].cache
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 

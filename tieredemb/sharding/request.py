@@ -283,7 +283,7 @@ class Request:
         return rows[0] if not bags else torch.cat([*bags, *rows])
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `Lasting`; behind `take`, on a GPU."""
+        """See `GpuBags`; behind `take`, on a GPU."""
         self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
@@ -292,7 +292,7 @@ class Request:
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
     def rebind(self) -> Request:
-        """See `Lasting`."""
+        """See `GpuBags`."""
         request = shallow_copy(self)
         request._weights = None
         return request

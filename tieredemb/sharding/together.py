@@ -21,7 +21,6 @@ from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
-from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
@@ -32,6 +31,7 @@ from tieredemb.step.program import look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.lasting_call import LastingMemory
     from tieredemb.step.agreement import Agreement
 
 
@@ -104,6 +104,8 @@ class Together(Ranks):
             raise
         call: ShardedCall
         if self._context.on_buffers:
+            from tieredemb.sharding.lasting_call import LastingCall
+
             call = LastingCall(self._context, batch, memory)
         else:
             call = ShardedCall(self._context, batch, ahead=True)
