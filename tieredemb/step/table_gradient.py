@@ -206,11 +206,10 @@ class TableGradient(torch.Tensor):
             norm = "dropped"
         return f"TableGradient(norm={norm}, size={tuple(self.shape)}, device={str(self.device)!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableGradient:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
-        copied: TableGradient = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return of_rows, (self.known.rows(),)

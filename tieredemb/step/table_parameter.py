@@ -183,12 +183,11 @@ class TableParameter(TableTensor):
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         """Beside a copy of its tables a parameter of these; alone one with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = _unbound(*self._made_as) if self._is_beside else self._alone()
-        copied: torch.Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_beside:

@@ -196,12 +196,11 @@ class TableTensor(torch.Tensor):
         """As of a tensor, the same elements once more."""
         return self.detached()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         """A copy has memory of its own, and is no table."""
         if id(self) not in memo:
             memo[id(self)] = self.detached().clone()
-        copied: torch.Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detached().clone().__reduce_ex__(protocol)

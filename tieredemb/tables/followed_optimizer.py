@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -594,9 +594,10 @@ class FollowedOptimizer:
                 due.append(each)
         if not due:
             return due
-        spoilt = cast("Pending", due[0].pending).check([each.pending for each in due])
-        for each in due:
-            if each.pending is not None and each.pending.whole:
+        pending = [each.pending for each in due if each.pending is not None]
+        spoilt = pending[0].check(pending)
+        for each, collected in zip(due, pending, strict=True):
+            if collected.whole:
                 each._check_takes_whole()
         skips = getattr(due[0].optimizer, "found_inf", None)
         skipped = skips is not None and any(each._is_on_cpu for each in due) and bool(skips)
