@@ -67,28 +67,9 @@ def import_closure(name: str, modules: dict[str, Path]) -> set[str]:
     return reached
 
 
-def circles(modules: dict[str, Path]) -> list[list[str]]:
-    """Files that import one another in a loop, imports under `TYPE_CHECKING` left out: each loop with its files in
-    order, the first of them again at its end."""
-    imported = {name: sorted(own_imports(name, modules, type_checking=False)) for name in modules}
-    found, done = [], set[str]()
-
-    def follow(name: str, way: list[str]) -> None:
-        if name in way:
-            found.append([*way[way.index(name) :], name])
-        elif name not in done:
-            for other in imported[name]:
-                follow(other, [*way, name])
-            done.add(name)
-
-    for name in modules:
-        follow(name, [])
-    return found
-
-
 def circle_groups(modules: dict[str, Path]) -> list[list[str]]:
-    """Files that reach one another by imports, those under `TYPE_CHECKING` included: the largest such groups, each in
-    order. To read one of a group is to read them all."""
+    """Files that reach one another by imports: the largest such groups, each in order. To read one is to read
+    all of its group."""
     imported = {name: own_imports(name, modules) for name in modules}
 
     def reached_from(name: str) -> set[str]:

@@ -14,12 +14,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import isabstract
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 from tieredemb.errors import ConfigError, ConfigTypeError, shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Array = np.ndarray[Any, Any]
 
@@ -52,19 +55,19 @@ def plain(value: Any) -> Any:
         return value
 
 
-def keep_plain(config: object) -> None:
+def keep_plain(config: DataclassInstance) -> None:
     """Makes the numbers in the fields of a frozen config `plain`, before they are checked: configs are compared, and
     written to files, by what they hold."""
-    for field in fields(config):  # type: ignore[arg-type]
+    for field in fields(config):
         object.__setattr__(config, field.name, plain(getattr(config, field.name)))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is an int or a float; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether `value` is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -98,14 +101,14 @@ def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
 
 
-C = TypeVar("C")
+C = TypeVar("C", bound="DataclassInstance")
 
 
 def by_name(config: type[C]) -> type[C]:
     """A class decorator of configs, whose fields are keywords: what is given by position, as torch's optimizers are
     given params, raises `ConfigTypeError`, which says how to write it."""
     make: Any = config.__init__
-    names = [field.name for field in fields(config) if field.init]  # type: ignore[arg-type]
+    names = [field.name for field in fields(config) if field.init]
 
     @functools.wraps(make)
     def init(self: C, *args: Any, **keywords: Any) -> None:
@@ -511,7 +514,7 @@ def parse_capacity(text: str) -> Capacity:
 
 def as_capacity(given: Any) -> Capacity:
     """A capacity as it was given: in words, or as a number of NumPy or torch. Its value is not checked."""
-    return parse_capacity(given) if isinstance(given, str) else plain(given)  # type: ignore[no-any-return]
+    return parse_capacity(given) if isinstance(given, str) else plain(given)
 
 
 def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int, of: str = "the rows") -> int:

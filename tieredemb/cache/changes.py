@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from tieredemb.errors import BrokenCacheError, StorageError
 
@@ -195,9 +195,9 @@ class IntentLog:
     def recover_rows(self, cache: Changed) -> None:
         """As `recover`, under the lock of rows alone: changes of all rows are left as they are, and make rows
         suspect already."""
-        halves = [record for record in self.records if isinstance(record.change, HalfWritten)]
-        for record in halves:
-            suspect = cast("HalfWritten", record.change).suspect(cache)
+        halves = [(each, its) for each in self.records if isinstance(its := each.change, HalfWritten)]
+        for record, change in halves:
+            suspect = change.suspect(cache)
             if suspect is not None and not record.is_around():
                 self._suspects.add(suspect)
         if not halves:

@@ -40,10 +40,10 @@ def uses_of(trace: Trace, batch_size: int) -> Uses:
 
     bounds = np.zeros(-(-trace.ids.size // batch_size) + 1, np.int64)
     rows, occurrences = np.empty(trace.ids.size, np.int64), np.zeros(trace.ids.size, np.int64)
-    uses_number(trace.ids, batch_size, bounds, rows, occurrences)  # type: ignore[no-untyped-call]
+    uses_number(trace.ids, batch_size, bounds, rows, occurrences)
     rows, occurrences = rows[: bounds[-1]].copy(), occurrences[: bounds[-1]].copy()
     next_use = np.empty_like(rows)
-    next_uses(rows, np.full(trace.rows, rows.size), next_use)  # type: ignore[no-untyped-call]
+    next_uses(rows, np.full(trace.rows, rows.size), next_use)
     return Uses(rows=rows, occurrences=occurrences, next_use=next_use, bounds=bounds)
 
 
@@ -53,7 +53,7 @@ def belady(uses: Uses, capacity: int, first_batch: int) -> tuple[int, int]:
     from tieredemb.cache_hit.references_cpu import belady_held
 
     measured = slice(int(uses.bounds[first_batch]), None)
-    held = belady_held(uses.next_use, uses.bounds, capacity)[measured]  # type: ignore[no-untyped-call]
+    held = belady_held(uses.next_use, uses.bounds, capacity)[measured]
     return int(uses.occurrences[measured][held].sum()), int(held.size - np.count_nonzero(held))
 
 

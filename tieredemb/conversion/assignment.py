@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -37,8 +36,9 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
         return {each.name: _in_backward(each) or _by_none(each) for each in found}
     optimizers = _torch_optimizers(optimizer)
     if optimizers is None:
-        config, given = row_config(optimizer), cast("Optimizer", optimizer)
-        trains, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
+        config = row_config(optimizer)
+        assert not isinstance(optimizer, Sequence)
+        trains, frozen = Assigned(optimizer, config, None, True), Assigned(None, None, None, False)
         return {each.name: trains if each.module.weight.requires_grad else frozen for each in found}
     assigned = {each.name: _in_backward(each) or _by_weight(each, optimizers) for each in found}
     trained = [each for each in found if each.module.weight.requires_grad]  # frozen ones need no optimizer

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,7 +74,8 @@ def _exchange(model: nn.Module, able: Mapping[str, OneTable]) -> nn.Module:
     trained: list[_Restored] = []
     for name, each in able.items():
         made[each] = own = torch_module(each)
-        followed, param = followed_by(each), cast("nn.Parameter", own.weight)
+        followed, param = followed_by(each), own.weight
+        assert isinstance(param, nn.Parameter)
         if followed is not None:
             trained.append(_Restored(followed, param, torch_state(each, param), f"{name}.weight".removeprefix(".")))
     with contextlib.ExitStack() as undo:

@@ -41,7 +41,8 @@ def torch_module(module: OneTable) -> Embedding:
     """An `nn.Embedding` or `nn.EmbeddingBag` with a copy of the rows, the settings and the hooks of a tiered module.
     Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold the rows."""
     followed = followed_by(module)
-    takes_sparse = followed is not None and kind_of(type(followed.optimizer)).takes_sparse  # type: ignore[arg-type]
+    torch_optimizer = None if followed is None else followed.optimizer
+    takes_sparse = torch_optimizer is not None and kind_of(type(torch_optimizer)).takes_sparse
     settings: dict[str, Any] = {
         "padding_idx": module.padding_idx,
         "max_norm": module.max_norm,
@@ -59,9 +60,9 @@ def torch_module(module: OneTable) -> Embedding:
     made.weight.requires_grad_(module.trains)
     for parameter in module.engine.table_parameters if module.trains else ():
         for hook in (parameter.hooks or {}).values():
-            made.weight.register_hook(hook)  # type: ignore[no-untyped-call]
+            made.weight.register_hook(hook)
         for post_hook in (parameter.post_hooks or {}).values():
-            made.weight.register_post_accumulate_grad_hook(post_hook)  # type: ignore[no-untyped-call]
+            made.weight.register_post_accumulate_grad_hook(post_hook)
     made.train(module.training)
     for name, own in vars(module).items():
         if name in vars(made) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):

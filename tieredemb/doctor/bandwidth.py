@@ -77,7 +77,7 @@ def _median_ms(run: Callable[[int], object]) -> float:
     """Median milliseconds of `run(round)`, by device events."""
     samples = []
     for turn in range(_WARM_UP + _ROUNDS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run(turn)
         stop.record()
@@ -136,7 +136,7 @@ def measure_on_gpu(cold: ColdRows, device: torch.device) -> tuple[Rates, bool]:
     read_ms = _median_ms(lambda turn: gather(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
     write_ms = _median_ms(lambda turn: scatter(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
     rates = Rates(rows=n, row_bytes=4 * width, table_bytes=cold.layout.weight_bytes, read_ms=read_ms, write_ms=write_ms)
-    distinct: torch.Tensor = keys.unique()[:n]  # type: ignore[no-untyped-call]
+    distinct: torch.Tensor = keys.unique()[:n]
     content = (distinct[:, None] * 31 + torch.arange(width, device=device)).remainder(1 << 24).float()
     scatter(_BLOCKS, _THREADS, distinct, len(distinct), address, content)
     gather(_BLOCKS, _THREADS, distinct, len(distinct), address, buffer)

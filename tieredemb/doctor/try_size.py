@@ -8,6 +8,7 @@ program's back is many times slower.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import statistics
 import time
@@ -184,11 +185,11 @@ def _measure_on_host(cold: ColdRows) -> tuple[Rates, bool]:
         slots = np.arange(len(keys), dtype=np.int32)
         hot.weight[slots] = _content(keys, width)
         hot.dirty[slots], hot.score[slots] = 1, 1
-        written.append(_ms_a_row(lambda k=keys, s=slots: cold.write(k, s, hot), len(keys)))  # type: ignore[misc]
+        written.append(_ms_a_row(functools.partial(cold.write, keys, slots, hot), len(keys)))
     for keys in rounds:
         slots = np.arange(len(keys), dtype=np.int32)
         hot.weight[slots] = 0
-        read.append(_ms_a_row(lambda k=keys, s=slots: cold.read(k, s, hot), len(keys)))  # type: ignore[misc]
+        read.append(_ms_a_row(functools.partial(cold.read, keys, slots, hot), len(keys)))
         is_same = is_same and bool((hot.weight[slots] == _content(keys, width)).all())
     times = [statistics.median(each[1:]) * most for each in (read, written)]  # the first round compiles
     table = cold.layout.weight_bytes

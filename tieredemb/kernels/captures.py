@@ -36,7 +36,7 @@ class _AtOnce:
     def __enter__(self) -> None:
         self._around = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(self._around)  # the beginning may set what random numbers of graphs are drawn from
-        self._on.__enter__()  # type: ignore[no-untyped-call]
+        self._on.__enter__()
         self._graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
 
     def __exit__(self, *error: Any) -> None:

@@ -43,7 +43,7 @@ def is_over(done: torch.cuda.Event, patience: float | None = None) -> bool:
     `PATIENCE`: it may wait for a rank that has gone, of which the others learn as soon as hosts tell each other
     anything."""
     begin, patience = monotonic(), PATIENCE if patience is None else patience
-    while not done.query():  # type: ignore[no-untyped-call]
+    while not done.query():
         waited = monotonic() - begin
         if waited > patience:
             return False
@@ -106,7 +106,7 @@ def end_waits(device: torch.device) -> None:
 
 
 def _is_capturing() -> bool:
-    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_used: bool = torch.cuda.is_initialized()
     return is_used and torch.cuda.is_current_stream_capturing()
 
 

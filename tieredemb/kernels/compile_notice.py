@@ -23,7 +23,7 @@ UNCACHED = (
 )
 
 
-class CompileNotice(event.Listener):  # type: ignore[misc]
+class CompileNotice(event.Listener):
     """Listens to numba, which compiles one kernel at a time, and its device functions amid it."""
 
     def __init__(self) -> None:
@@ -76,4 +76,4 @@ NOTICE = CompileNotice()
 
 def tell_of_compiling() -> None:
     """From now on, in this process."""
-    event.register("numba:compile", NOTICE)  # type: ignore[no-untyped-call]
+    event.register("numba:compile", NOTICE)

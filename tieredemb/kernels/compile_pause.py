@@ -16,7 +16,7 @@ from numba.core import event
 from tieredemb.kernels.captures import no_collector
 
 
-class CollectorPause(event.Listener):  # type: ignore[misc]
+class CollectorPause(event.Listener):
     """Listens to numba, which compiles one kernel at a time, and its device functions amid it."""
 
     def __init__(self) -> None:
@@ -36,4 +36,4 @@ class CollectorPause(event.Listener):  # type: ignore[misc]
 
 def pause_collector_for_compiling() -> None:
     """From now on, in this process."""
-    event.register("numba:compile", CollectorPause())  # type: ignore[no-untyped-call]
+    event.register("numba:compile", CollectorPause())

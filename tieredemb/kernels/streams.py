@@ -43,7 +43,7 @@ def own_stream(owner: object, device: torch.device, priority: int = 0) -> torch.
         with cupy().cuda.Device(index):
             handle = runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority)
     weakref.finalize(owner, idle.append, handle).atexit = False
-    stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, index)  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, index)
     return stream
 
 
@@ -64,7 +64,7 @@ def current_stream(index: int | None = None) -> torch.cuda.Stream:
     stream = _STREAMS.get(at)
     if stream is None:
         stream_id, device_index, device_type = at
-        stream = _STREAMS[at] = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+        stream = _STREAMS[at] = torch.cuda.Stream(
             stream_id=stream_id, device_index=device_index, device_type=device_type
         )
     return stream
@@ -79,7 +79,7 @@ def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]]
         for function in functions:
             function()
         return
-    main, begun, beside = current_stream(), torch.cuda.Event(), list[torch.cuda.Stream]()  # type: ignore[no-untyped-call]
+    main, begun, beside = current_stream(), torch.cuda.Event(), list[torch.cuda.Stream]()
     begun.record(main)
     try:
         functions[0]()

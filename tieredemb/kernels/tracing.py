@@ -60,7 +60,7 @@ def marked(name: str) -> contextlib.AbstractContextManager[object]:
     """A range called "tieredemb.<name>"; nothing while nobody profiles."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
-    return torch.profiler.record_function(f"tieredemb.{name}")  # type: ignore[no-untyped-call]
+    return torch.profiler.record_function(f"tieredemb.{name}")
 
 
 def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -71,7 +71,7 @@ def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **keywords: P.kwargs) -> R:
             if not torch._C._autograd._profiler_enabled():
                 return function(*args, **keywords)
-            with torch.profiler.record_function(f"tieredemb.{name}"):  # type: ignore[no-untyped-call]
+            with torch.profiler.record_function(f"tieredemb.{name}"):
                 return function(*args, **keywords)
 
         return call

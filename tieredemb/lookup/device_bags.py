@@ -39,7 +39,7 @@ class DeviceKeySpace:
     is resident, or −1 · `apart`: whether each feature was looked up by itself, which is what faults are told of."""
 
     def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device, *, apart: bool = False) -> None:
-        def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         kernel(FILE, "bags_fill").prepare(device.index)

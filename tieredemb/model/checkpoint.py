@@ -95,7 +95,7 @@ def load_checkpoint(
         for engine in each.engines:
             engine.check_no_gradient("load a checkpoint")
             engine.drop_planned()
-    return of_process.load(_saved(found), directory, recover=recover, beside=beside)  # type: ignore[no-any-return]
+    return of_process.load(_saved(found), directory, recover=recover, beside=beside)
 
 
 def _saved(found: Sequence[FoundTables]) -> list[SavedTables]:

@@ -291,8 +291,7 @@ class TieredModule(LookupModule):
 
         self.engine.check_no_gradient("load a checkpoint")
         self.engine.drop_planned()
-        extra: dict[str, Any] = load(saved_alone(self.tables, self.engine.optimizer), directory, recover=recover)
-        return extra
+        return load(saved_alone(self.tables, self.engine.optimizer), directory, recover=recover)
 
     def _weight_key(self, table: int) -> str:
         """Name of a table's weights in `state_dict()`."""
@@ -351,7 +350,7 @@ class TieredModule(LookupModule):
                 f"convert the dense part alone, or use autocast for it"
             )
         shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
-        if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
+        if shared.device.type == "cpu" and shared.is_shared():
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         if probe.device != self._hook.device:
             self.tables.check_moves([each.tables for each in _moved_together(self)])

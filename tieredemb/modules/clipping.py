@@ -84,10 +84,12 @@ def _given(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tens
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     params = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, type) else [None]
-    if odd := [each for each in params if not isinstance(each, torch.Tensor)]:
-        given = parameters if odd[0] is None else odd[0]
+    tensors = [each for each in params if isinstance(each, torch.Tensor)]
+    if len(tensors) < len(params):
+        odd = next(each for each in params if not isinstance(each, torch.Tensor))
+        given = parameters if odd is None else odd
         raise InputTypeError(f"parameters must be a model, or an iterable of its parameters, got {shown(given)}")
-    return params  # type: ignore[return-value]
+    return tensors
 
 
 def _of_tables(module: LookupModule) -> list[TableParameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 
@@ -89,7 +89,7 @@ class PooledInputs(KeyedInputs):
         Raises `InvalidInputError` or `IdOutOfRangeError` and changes nothing.
         """
         if offsets is None and is_keyed(indices):
-            return self._by_keys(cast("KeyedJagged", indices))
+            return self._by_keys(indices)
         if not isinstance(indices, torch.Tensor) or offsets is None:
             raise InvalidInputError("pass ids and offsets as tensors, or a KeyedJaggedTensor alone")
         out: torch.Tensor = self._lookup(self._batch(indices, offsets, None, per_sample_weights))

@@ -113,7 +113,7 @@ class TieredEmbeddingCollection(KeyedModule):
         """
         if isinstance(features, Mapping):
             ids = self.given_by_features(features)
-            rows = self._lookup(self._batch(*ids)).split([each.numel() for each in ids])  # type: ignore[no-untyped-call]
+            rows = self._lookup(self._batch(*ids)).split([each.numel() for each in ids])
             names = [feature.name for feature in features_of(self.table_configs)]
             return {
                 name: part.reshape(*of.shape, part.shape[1]) for name, of, part in zip(names, ids, rows, strict=True)

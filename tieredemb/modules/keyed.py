@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -29,7 +29,7 @@ class KeyedJagged(Protocol):
     def weights_or_none(self) -> torch.Tensor | None: ...
 
 
-def is_keyed(value: object) -> bool:
+def is_keyed(value: object) -> TypeGuard[KeyedJagged]:
     """Whether it is a `KeyedJagged`."""
     return not isinstance(value, torch.Tensor) and all(
         callable(getattr(value, name, None)) for name in ("keys", "values", "offsets", "weights_or_none")

@@ -101,7 +101,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.tables.version(ctx.number) != ctx.version:
             raise BackwardError(

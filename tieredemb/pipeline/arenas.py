@@ -25,6 +25,7 @@ from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_at_onc
 
 if TYPE_CHECKING:
     from tieredemb.step.device_group_call import DeviceGroupCall
+    from tieredemb.step.planned_forwards import Planned
     from tieredemb.step.program import Call
 
 R = TypeVar("R")
@@ -49,6 +50,11 @@ class PlannedCall(Protocol):
 
     def mark_arrived(self) -> None:
         """Nothing need wait for it any more."""
+
+
+def _call_of(planned: Planned) -> PlannedCall:
+    """What was planned on a GPU. Raises what planning has ended in."""
+    return cast("PlannedCall", planned.result())
 
 
 class PlanState(NamedTuple):
@@ -186,11 +192,11 @@ class Arena(Generic[R]):
         """The planned forwards; none if they are not all there."""
         if not all(among.is_whole(each) for among, each in self._planned):
             return []
-        return [cast("PlannedCall", each.result()) for _, each in self._planned]
+        return [_call_of(each) for _, each in self._planned]
 
     def completed(self) -> list[PlannedCall]:
         """Those forwards that could be planned."""
-        return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
+        return [_call_of(each) for _, each in self._planned if each.left and not each.failed]
 
     def rebind_plans(self, graph: StepGraph[R], opened: dict[DeviceCache, list[DeviceTicket]]) -> None:
         """A replay is about to plan them, as the batches that it has `opened` in each cache."""
@@ -222,7 +228,7 @@ class Arena(Generic[R]):
         dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:
             for each in dropped:
-                cast("PlannedCall", each.result()).arrive()
+                _call_of(each).arrive()
         finally:
             for among, each in planned:
                 among.drop(each)

@@ -51,7 +51,7 @@ class Autotuner:
             self._wait -= 1
         elif not self._is_timed:
             self._note()
-        elif self._stages[-1][-1].query():  # type: ignore[no-untyped-call]
+        elif self._stages[-1][-1].query():
             self._decide()
 
     @property
@@ -61,7 +61,7 @@ class Autotuner:
 
     def _note(self) -> None:
         """A span begins, or ends."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         self._stages = self._stages or [[]]
         self._stages[-1].append(event)
@@ -131,7 +131,7 @@ class SharedAutotuner:
 
 def _spans(events: list[torch.cuda.Event]) -> list[float]:
     """Milliseconds of the spans of one part."""
-    return [float(begin.elapsed_time(end)) for begin, end in pairwise(events)]  # type: ignore[no-untyped-call]
+    return [float(begin.elapsed_time(end)) for begin, end in pairwise(events)]
 
 
 def _usual(spans: list[float]) -> float:

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -116,12 +117,13 @@ def _metadata(leaf: torch.Tensor) -> dict[str, Any]:
 
 def _roots() -> list[Any]:
     """The nodes at which the backward passes begin that this thread is inside of."""
-    frame, roots = sys._getframe(), []
+    frame: FrameType | None = sys._getframe()
+    roots = list[Any]()
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
             given = frame.f_locals.get("t_outputs", ())
             roots += [part.grad_fn if isinstance(part, torch.Tensor) else part.node for part in given]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return roots
 
 

@@ -179,7 +179,7 @@ class WorkerExecutor(ThreadExecutor):
             self.arrived.wait(current_stream(self.device.index))
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived, written = self.arrived, torch.cuda.Event()
         written.record(current_stream(self.device.index))
 
         def run(*, whole: bool) -> Any:
@@ -231,7 +231,7 @@ class _Copies:
             return batch, _nothing
         with torch.cuda.stream(side_stream(self._device)):
             moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))
-            self.arrived = arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.arrived = arrived = torch.cuda.Event()
             arrived.record(current_stream())
 
         def receive() -> None:

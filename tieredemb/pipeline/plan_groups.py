@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tieredemb.cache.base import AHEAD, USE, PlanKind
 from tieredemb.errors import TieredEmbError
@@ -44,12 +44,16 @@ class PlanGroup:
     def __init__(self, positions: Sequence[int], modules: Sequence[LookupModule]) -> None:
         self.positions = positions
         self.modules = modules
+        self.several: list[TieredModule] = []  # where they are several
         self.pools: list[tuple[Pool, tuple[int, ...]]] = []
         self.starts: list[tuple[int, Member]] = []
         if len(modules) > 1:
             of: dict[Pool, list[int]] = {}
             for at, module in enumerate(modules):
-                tables = cast("Member", module.tables)
+                tables = module.tables
+                assert isinstance(module, TieredModule)
+                assert isinstance(tables, Member)
+                self.several.append(module)
                 if tables.pool not in of:
                     self.starts.append((at, tables))
                 of.setdefault(tables.pool, []).append(tables.number)
@@ -182,7 +186,7 @@ def _plan_as_one(
     from tieredemb.step.engine import call_type
     from tieredemb.step.forwards import Forwards, context_of
 
-    modules, pools = cast("Sequence[TieredModule]", group.modules), group.pools
+    modules, pools = group.several, group.pools
     first = modules[0]
     inputs: list[Given] = []
     contexts: list[CallContext] = []

@@ -231,11 +231,8 @@ class PlannedCalls:
             self._table = None if table is None else weakref.ref(table)
         return None if table is None else table.tables.placed.now.config.device
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy learns by itself, of its own tables
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a copy learns by itself, of its own tables
 
 
 def _looked_up(pattern: _Pattern, given: Any) -> list[LookupSpec]:

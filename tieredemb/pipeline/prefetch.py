@@ -142,7 +142,7 @@ class _Fetched(Generic[B]):
 
     def __init__(
         self,
-        batch: B | None,
+        batch: B,
         receive: Callable[[], None] = lambda: None,
         *,
         error: BaseException | None = None,
@@ -191,7 +191,7 @@ class Run(Generic[B]):
         except StopIteration:
             return True
         except Exception as error:
-            self.queue.append(_Fetched(None, error=error))
+            self.queue.append(_Fetched[Any](None, error=error))
             return True
         self.queue.append(fetched)
         self._plan(fetched)
@@ -205,7 +205,7 @@ class Run(Generic[B]):
         if self._prefetch.autotuner is not None and self._lookups is not None and not self._planners:
             self._prefetch.autotuner.step()
         current.receive()
-        return current.batch  # type: ignore[return-value]
+        return current.batch
 
     def finish(self) -> None:
         """The batch handed out has been used."""
@@ -257,7 +257,7 @@ class Run(Generic[B]):
             if not fetched.is_received:
                 fetched.receive()
                 fetched.is_received = True
-            following.append(fetched.batch)  # type: ignore[arg-type]
+            following.append(fetched.batch)
         return following
 
     def leave_planning_to(self, drop_plans: Callable[[], object], ahead: int) -> None:
@@ -302,7 +302,7 @@ class Run(Generic[B]):
             if division.request_if_due():
                 return  # a forward that nothing was planned for divides the capacity, once those before it are over
         try:
-            lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
+            lookups = self._lookups(fetched.batch)
         except Exception as error:
             if not isinstance(self._lookups, Learned):
                 fetched.error = error  # the user's function has failed; it comes at its batch

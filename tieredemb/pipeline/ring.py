@@ -123,7 +123,7 @@ class Ring(Generic[R]):
                 if way & (REPLAYS | CAPTURES):
                     result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, named)
                     if agreement is not None:
-                        arenas[-1].ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        arenas[-1].ran = torch.cuda.Event()
                         arenas[-1].ran.record()
                     self._summary.replayed += bool(way & REPLAYS)
                     self._summary.captured += not way & REPLAYS

@@ -86,8 +86,7 @@ class Alone(Ranks):
         engine = self._all.engine
         engine.check_no_gradient("load a checkpoint")
         engine.drop_planned()
-        extra: dict[str, Any] = load(saved_alone(engine.tables, engine.optimizer), directory, recover=recover)
-        return extra
+        return load(saved_alone(engine.tables, engine.optimizer), directory, recover=recover)
 
     def close(self) -> None:
         self.planned.drop_all()

@@ -97,7 +97,6 @@ class Bags(Protocol):
 
 
 Wait = Callable[[], object]  # for what the current stream of a GPU has launched
-Finder = Callable[[Batch, Wait], tuple[Sequence[Bags], list[Most]]]  # see `CountingFinder`
 
 
 class CountingFinder(Protocol):

@@ -61,7 +61,7 @@ class Barrier:
 
     def ends_in_time(self) -> bool:
         """See `collectives.Waiting`."""
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         done.record(self._stream)
         return is_over(done, self._timeout)
 

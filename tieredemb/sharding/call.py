@@ -23,16 +23,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.bags import Bags
-from tieredemb.sharding.context import ShardedContext, check_update
+from tieredemb.sharding.call_context import ReadyGradients, ShardedCallContext
 from tieredemb.sharding.exchange import Sending
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartRooms, SymmetricMemory
 
-    Array = np.ndarray[Any, Any]
-
 T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
@@ -58,17 +55,6 @@ ALONE = 8  # this rank would not plan the next batch ahead
 LATER = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
 FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
 TRAINS = 64  # of a header of a forward: it is to update rows
-
-
-class ReadyGradients(NamedTuple):
-    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
-    written to the owner's memory, what comes of all ranks · `is_infinite`: whether a gradient here is not finite ·
-    `is_settled`: whether what comes is the gradient as an update takes it, so that this rank cannot fail any more
-    before that."""
-
-    sending: list[list[Sending | torch.Tensor]]
-    is_infinite: bool
-    is_settled: bool
 
 
 class ShardedCall:
@@ -93,7 +79,7 @@ class ShardedCall:
     _rooms: Sequence[PartRooms | None] = ()
     _memory: SymmetricMemory | EagerRooms | None = None
 
-    def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
+    def __init__(self, context: ShardedCallContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
         whether that has yet to come."""
         self.context = context
@@ -114,7 +100,7 @@ class ShardedCall:
         self._rows: list[torch.Tensor] = []
 
     @classmethod
-    def of(cls, context: ShardedContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
+    def of(cls, context: ShardedCallContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
         """The call of a forward that has come: the one that was `planned`, if all ranks have theirs, or another."""
         if planned is None:
             return cls(context, batch, flag=flag)
@@ -135,7 +121,7 @@ class ShardedCall:
         """The bags, which are found to be good; what is wrong with them all ranks raise."""
         captures = self.context.captures
         try:
-            if captures is not None and captures.is_active:
+            if captures.is_active:
                 self._asks_for = self.context.no_counts.most
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
@@ -223,7 +209,7 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_room(bounds)
-        if context.eager_rooms is not None and self._learns:
+        if self._learns:
             context.eager_rooms.prepare(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
@@ -354,14 +340,13 @@ class ShardedCall:
         self._given = None
         with exchange.agreed():
             self._rows = self._came(sending, ROWS)
-            if self._memory is not None and self._memory is context.eager_rooms:
+            if self._memory is context.eager_rooms:
                 context.eager_rooms.rows_came(self.announced, trains=trains)
             for bags, each in kept:
                 came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
                     bags.keep(came)
-        if context.captures is not None:
-            context.captures.rows_sent()
+        context.captures.rows_sent()
         return True
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
@@ -369,9 +354,9 @@ class ShardedCall:
         captures, eager, parts = self.context.captures, self.context.eager_rooms, self._parts
         rooms: Sequence[PartRooms | None] | None = None
         self._memory = None
-        if captures is not None and captures.is_active:
+        if captures.is_active:
             rooms, self._memory = captures.rooms(), captures.symmetric
-        elif eager is not None and self._learns:
+        elif self._learns:
             rooms, self._memory = eager.of(self._bounds), eager
         if rooms is not None and all(
             room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
@@ -452,7 +437,7 @@ class ShardedCall:
         mine = asks[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None:
-                pieces = rows.split(part.order)  # type: ignore[no-untyped-call]
+                pieces = rows.split(part.order)
                 rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
                 sent = [n * is_asked for n, is_asked in zip(part.order, asks, strict=True)]
                 kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))
@@ -492,7 +477,7 @@ class ShardedCall:
         self._follow(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         sending = list[list[Sending | torch.Tensor]]()
-        if self._memory is context.eager_rooms is not None and not context.eager_rooms.has_gradients(self.announced):
+        if self._memory is context.eager_rooms and not context.eager_rooms.has_gradients(self.announced):
             self._rooms = [None] * len(self._rooms)
         for bags, part, room in zip(self._bags, self._parts, self._rooms, strict=True):
             rows: torch.Tensor | None = None
@@ -524,7 +509,7 @@ class ShardedCall:
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
             rows = request.gradient(call, its)
-            if self._memory is self.context.eager_rooms is not None and self.context.updater.keeps_gradients:
+            if self._memory is self.context.eager_rooms and self.context.updater.keeps_gradients:
                 rows = rows.clone()  # others write there as soon as they have another forward
             if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
@@ -585,3 +570,12 @@ def _check_alike(header: Header) -> None:
             f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
             f"has fewer batches takes some without samples: no ids, and offsets of a single 0. Nothing was changed"
         )
+
+
+def check_update(call: Call) -> None:
+    """Raises what an update of the rows of a call would, before it changes any."""
+    tables = call.context.tables.placed.now
+    with tables.rows.held():
+        for group, part in zip(tables.groups, call.parts, strict=True):
+            group.cache.check_rows(part.ticket)
+    call.context.check_trainable().check_options_now()

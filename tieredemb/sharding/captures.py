@@ -20,14 +20,21 @@ import torch
 from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.header import Most, Phase, take
-from tieredemb.sharding.lasting_call import LastingCall
+from tieredemb.sharding.header import Bounds, Most, Phase, take
 from tieredemb.sharding.symmetric import PartRooms, Room, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
 WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; behind it how many rows it has asked for
+
+
+class FoundAhead:
+    """A forward that a captured step goes ahead to. `told`: of one that a graph has found, what it tells of its ids; it
+    was not known whether they fit exchanges of one size · `form`: the sizes of these."""
+
+    told: torch.Tensor | None = None
+    form: Bounds | None
 
 
 class Captures(Agreement):
@@ -82,15 +89,15 @@ class Captures(Agreement):
     def took(self, calls: Sequence[object]) -> bool:
         fits = True
         for call in calls:
-            if isinstance(call, LastingCall) and call.told is not None:
+            if isinstance(call, FoundAhead) and call.told is not None:
                 most = self._finder.most(call.told)
-                call.note_rows(most)
+                self._context.note_rows(most)
                 fits &= call.form is not None and take(call.form, most)
         return fits
 
     def are_as_now(self, calls: Sequence[object]) -> bool:
         form = self._context.bounds(self._context.row_bound)
-        return all(call.form == form for call in calls if isinstance(call, LastingCall))
+        return all(call.form == form for call in calls if isinstance(call, FoundAhead))
 
     def begin_step(self) -> int:
         self._steps += 1

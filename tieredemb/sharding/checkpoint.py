@@ -244,7 +244,7 @@ def load(
     recover: bool,
     beside: Beside | None = None,
     stacklevel: int = 5,
-) -> Any:
+) -> dict[str, Any]:
     """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`; `rows` as of `save`, the others as of
     `tables.checkpoint.load`."""
     announce, shards = rows[0].announce, [shard for each in rows for shard in each.shards]
@@ -279,7 +279,8 @@ def load(
 
         agreed(announce, restore)
     warn_of_left(found, stacklevel=stacklevel)
-    return found.extra["extra"]
+    extra: dict[str, Any] = found.extra["extra"]
+    return extra
 
 
 def _opened(

@@ -37,11 +37,9 @@ from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.alone import Alone
-from tieredemb.sharding.captures import Captures
-from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.eager_rooms import EagerRooms
+from tieredemb.sharding.call_context import ShardedCallContext
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.finder import bag_finder, recorded_requests
+from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
@@ -192,15 +190,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
         find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)
-        context = ShardedContext(
+        context = ShardedCallContext(
             layout=self.layout, exchange=exchange, shards=shards, find=find,
             columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
+            make_batch=self._batch,
         )  # fmt: skip
-        context.captures = Captures(context, find, self._batch)
-        context.recorded = recorded_requests(context, find)
-        if exchange.has_nccl and config.device.type == "cuda":
-            context.eager_rooms = EagerRooms(context)
         return Together(context, config)
 
     def _make_shards(
@@ -464,7 +459,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         device = self.tables.config.device
         probe = moved(fn, torch.zeros(1, device=device))
-        is_shared = probe.device.type == "cpu" and probe.is_shared()  # type: ignore[no-untyped-call]
+        is_shared = probe.device.type == "cpu" and probe.is_shared()
         if probe.dtype != torch.float32 or probe.device != device or is_shared:
             raise UnsupportedError(
                 "rows of a sharded collection stay where they are and as they are; build it with device= and dtype=, "
@@ -484,14 +479,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
 def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
     """What was given, if it can be. Raises `ConfigError`."""
-    max_ids = plain(max_ids)
+    number: int | None = plain(max_ids)
     most = MOST_ENTRIES // ranks
-    if max_ids is not None and not (is_whole(max_ids) and 1 <= max_ids <= most):
+    if number is not None and not (is_whole(number) and 1 <= number <= most):
         raise ConfigError(
             f"max_ids must be a number of ids that a rank asks another for at most, 1 … {most} with {ranks} ranks, or "
-            f"None, got {shown(max_ids)}"
+            f"None, got {shown(number)}"
         )
-    return max_ids  # type: ignore[no-any-return]
+    return number
 
 
 def _abandon(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:

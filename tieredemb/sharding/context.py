@@ -1,4 +1,5 @@
-"""What the calls of one sharded module share, and how those that a backward pass has reached become one update."""
+"""What the ranks of one sharded module share: which rows each holds, what they tell each other, and how much they
+exchange."""
 
 from __future__ import annotations
 
@@ -6,18 +7,16 @@ import contextlib
 import functools
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tieredemb.errors import InvalidInputError, PeerError
 from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import MAX_BAGS
-from tieredemb.sharding.bags import Bags, Finder
+from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import NO_COURSE, Bound, Bounds, Counts, Course, Header, Most, Phase
 from tieredemb.sharding.layout import Layout
@@ -25,41 +24,30 @@ from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.shard import Shard
 from tieredemb.step.batch import Batch
-from tieredemb.step.program import BackwardPass, Call, in_forward_order
+from tieredemb.step.program import BackwardPass
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.call import ReadyGradients, ShardedCall
-    from tieredemb.sharding.captures import Captures
-    from tieredemb.sharding.eager_rooms import EagerRooms
-    from tieredemb.sharding.recorded_requests import RecordedRequests
     from tieredemb.sharding.request import Request
     from tieredemb.step.engine import Engine
 
-    Array = np.ndarray[Any, Any]
-
-INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
-SETTLED = 2  # what is exchanged is the gradient as an update takes it
-PASSED_BITS = 2  # behind which stands which forwards the backward has reached
-MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
 ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class ShardedContext:
-    """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
-    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if the user has named it; else those of captured steps are padded to what they have requested so far, as
-    all ranks know · `captures`: what lets a step be captured · `recorded`: what eager forwards
-    record on a GPU, and `eager_rooms`: where they write what else they would send · `number`: of the last exchange ·
-    `most_rows`: the most different rows that this rank has asked another for in one part, of batches that captured
-    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other · `offers_ahead`:
-    whether this rank would plan eager steps ahead, and `plans_ahead`: whether all do."""
+    """That of one module. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of `output_dtype`,
+    on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are padded to, if the
+    user has named it; else those of captured steps are padded to what they have requested so far, as all ranks know ·
+    `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another for in one
+    part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the ranks have
+    told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all
+    do."""
 
     layout: Layout
     exchange: Exchange
     shards: Sequence[Shard]
-    find: Finder
+    find: CountingFinder
     columns: int
     output_dtype: torch.dtype
     device: torch.device
@@ -67,9 +55,6 @@ class ShardedContext:
     backward_pass: BackwardPass
     optimizer: FusedOptimizer | ShardedOptimizer | None
     max_ids: int | None = None
-    captures: Captures | None = None
-    recorded: RecordedRequests | None = None
-    eager_rooms: EagerRooms | None = None
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None
@@ -129,6 +114,10 @@ class ShardedContext:
             for bound, each, largest in zip(known, most, self._largest, strict=True)
         )
 
+    def note_rows(self, most: Sequence[Most]) -> None:
+        """Notes how many rows a batch of this rank asks for: later graphs have room for as many to come back."""
+        self.most_rows = max(self.most_rows, *(each.rows for each in most))
+
     def know_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""
         if self.id_bounds is not None and most > (self.row_bound or 0):
@@ -149,54 +138,6 @@ class ShardedContext:
     def is_scaled(self) -> bool:
         """Whether infinite gradients keep the tables from an update: all ranks have to know."""
         return self.optimizer is not None and self.optimizer.is_scaled
-
-    def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
-        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
-        updates where one of them could not. Who is interrupted amid the exchange itself leaves the group, and others
-        learn of it by their next header."""
-        try:
-            ready, header = self._ready(reached)
-            is_infinite = bool(header.set_by_any & INFINITE)
-            # nothing of a rank's own can fail any more, so they need not agree again
-            is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
-            pairs: list[tuple[Call, torch.Tensor]] = []
-            with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
-                for (call, _), its in zip(reached, ready, strict=True):
-                    pairs += call.gradients(its, is_infinite=is_infinite)
-            if self.eager_rooms is not None:
-                self.eager_rooms.reached([call.announced for call, _ in reached])
-            if not is_settled:
-                self.announce(Phase.BACKWARD)
-        except BaseException:
-            for call, _ in reached:
-                call.release()
-            raise
-        try:
-            self.shards[0].context.apply(in_forward_order(pairs))
-        finally:
-            for call, _ in reached:
-                call.over()
-
-    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Header]:
-        """What each forward is about to exchange, and the ranks' header. Raises on all ranks what one has met, or that
-        they have reached different forwards."""
-        failed: Exception | None = None
-        ready: list[ReadyGradients] = []
-        try:
-            ready += [call.ready(grad) for call, grad in reached]
-        except Exception as error:
-            failed = error
-        passed = self._passed([call.announced for call, _ in reached])
-        flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
-        updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
-        header = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates)
-        _check_passed([each >> PASSED_BITS for each in header.flags])
-        return ready, header
-
-    @staticmethod
-    def _passed(announced: Sequence[int]) -> int:
-        """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
-        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)
 
     def announce(
         self,
@@ -239,7 +180,7 @@ class ShardedContext:
         comes of it. On a CPU, and in a capture, there is nothing to do."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             if done is None:
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done = torch.cuda.Event()
                 done.record(current_stream(self.device.index))
             self.wait_for(done)
 
@@ -294,22 +235,3 @@ class ShardedContext:
 def with_room(most: int) -> int:
     """A bound of counts that were this many at most."""
     return int(ROOM * most + SPREAD * math.sqrt(most)) + 1
-
-
-def _check_passed(passed: Sequence[int]) -> None:
-    """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
-    if passed.count(passed[0]) < len(passed):
-        reached = ", ".join(f"{each & MOST_TOLD} on rank {rank}" for rank, each in enumerate(passed))
-        raise PeerError(
-            f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
-            f"backward through the same ones"
-        )
-
-
-def check_update(call: Call) -> None:
-    """Raises what an update of the rows of a call would, before it changes any."""
-    tables = call.context.tables.placed.now
-    with tables.rows.held():
-        for group, part in zip(tables.groups, call.parts, strict=True):
-            group.cache.check_rows(part.ticket)
-    call.context.check_trainable().check_options_now()

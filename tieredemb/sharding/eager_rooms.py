@@ -43,7 +43,7 @@ class EagerRooms:
         self._holder: int | None = None  # the forward that has the room for gradients
         self._lacked = 0  # forwards in a row that have found no room
         self._waited = 0.0  # in rooms that were outgrown
-        self._is_off = False
+        self._is_off = not context.exchange.has_nccl or context.device.type != "cuda"
 
     @property
     def wait_seconds(self) -> float:

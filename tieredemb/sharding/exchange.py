@@ -323,9 +323,9 @@ class Exchange:
         # what a rank has met itself says more than what it knows of others
         rank, kind, text = next((each for each in met if each[1] != PeerError.__name__), met[0])
         known = getattr(errors, kind, None)
-        same = isinstance(known, type) and issubclass(known, TieredEmbError)
-        message = f"rank {rank}: {text}" if same else f"rank {rank}: {kind}: {text}"
-        raise (known if same else PeerError)(message) from error  # type: ignore[misc]
+        if isinstance(known, type) and issubclass(known, TieredEmbError):
+            raise known(f"rank {rank}: {text}") from error
+        raise PeerError(f"rank {rank}: {kind}: {text}") from error
 
     @staticmethod
     def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
@@ -372,7 +372,7 @@ class Exchange:
         """Several `values` as they are sent in one exchange, and how many each rank is sent then."""
         if len(values) == 1:
             return values[0], list(sent[0])
-        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]  # type: ignore[no-untyped-call]
+        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]
         given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
         return given, [*map(sum, zip(*sent, strict=True))]
 
@@ -380,7 +380,7 @@ class Exchange:
         """What came of each of them."""
         if len(received) == 1:
             return [came]
-        parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
+        parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])
         return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
 
     @property

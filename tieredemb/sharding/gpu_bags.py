@@ -75,7 +75,7 @@ class GpuPart:
         self.sends_padding = part.sends_padding
         tables = space.tables[space.table]
 
-        def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         self._padding_keys = upload(part.padding_keys)
@@ -328,14 +328,15 @@ class GpuBags:
         return [each for each in held if isinstance(each, torch.Tensor)]
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `Lasting`; behind `pad`."""
+        """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others.
+        Behind `pad`."""
         named = vars(self._bags).items()
         lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
         self._bags, self._order = replace(self._bags, **lying), put(self._order)
         self.asked = self._rows_asked = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
-        """See `Lasting`."""
+        """That of another forward, which a replay has found out to where this one lies."""
         bags = shallow_copy(self)
         bags._weights = bags._argmax = bags._rows = None
         return bags
@@ -463,7 +464,7 @@ class GpuFinder:
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
             given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
-            each = torch.split(counts, self._columns, 1)  # type: ignore[no-untyped-call]
+            each = torch.split(counts, self._columns, 1)
             of_parts = zip(self._parts, each, strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 

@@ -89,7 +89,7 @@ class HostBags:
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
     def pad(self, bound: Bound) -> None:
-        counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)  # type: ignore[no-untyped-call]
+        counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)
         padding, order = Padding(counts.sum(1), bound.ids), self._order
         homes, asked, rows = torch.from_numpy(self._homes), self._asked, bound.rows
         if rows is None:

@@ -6,39 +6,29 @@ graphs that was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall
-from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.call_context import ShardedCallContext
+from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import Most
+from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
+from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
 from tieredemb.step.shallow import shallow_copy
+from tieredemb.tables.group import device_groups
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.sharding.captures import Captures
+    from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.step.call_memory import CallMemory
-    from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.device_group_call import DeviceGroupCall
-
-L = TypeVar("L", bound="Lasting")
-
-
-class Lasting(Protocol):
-    """What such a call knows, in tensors: of its bags, and of what it asks each shard."""
-
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others."""
-
-    def rebind(self: L) -> L:
-        """That of another forward, which a replay has found out to where this one lies."""
 
 
 class LastingMemory:
@@ -62,12 +52,12 @@ class LastingMemory:
                 torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
 
 
-class LastingCall(ShardedCall):
-    """Such a forward, planned into the `memory` of one that is over, or into a new one. `told`: of one that a graph has
-    found, what it tells of its ids; it was not known whether they fit exchanges of one size · `form`: the sizes of
-    these."""
+class LastingCall(ShardedCall, FoundAhead):
+    """Such a forward, planned into the `memory` of one that is over, or into a new one."""
 
-    def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
+    _bags: Sequence[GpuBags]
+
+    def __init__(self, context: ShardedCallContext, batch: Batch, memory: LastingMemory | None = None) -> None:
         """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
@@ -84,11 +74,10 @@ class LastingCall(ShardedCall):
         for each in self._known:
             each.lie(note)
         if memory is None or not memory.fits(found):
-            cache = cast("DeviceCache", context.shards[0].engine.tables.groups[0].cache)
+            cache = device_groups(context.shards[0].engine.tables.groups)[0].cache
             with cache.memory():
-                memory = LastingMemory(found, self._captures.room())
+                memory = LastingMemory(found, context.captures.room())
         memory.fill(found)
-        self.told: torch.Tensor | None = None
         if self._words is not None:
             self.told = memory.told.copy_(self._words, non_blocking=True)
         its = iter(memory.tensors)
@@ -100,21 +89,11 @@ class LastingCall(ShardedCall):
 
     def _note_asked(self, most: Sequence[Most]) -> None:
         super()._note_asked(most)
-        self.note_rows(most)
-
-    def note_rows(self, most: Sequence[Most]) -> None:
-        """Notes how many rows a batch asks for: later graphs have room for as many to come back."""
-        self.context.most_rows = max(self.context.most_rows, *(each.rows for each in most))
+        self.context.note_rows(most)
 
     @property
-    def _captures(self) -> Captures:
-        captures = self.context.captures
-        assert captures is not None
-        return captures
-
-    @property
-    def _known(self) -> list[Lasting]:
-        return [*cast("Sequence[Lasting]", self._bags), *cast("Sequence[Lasting]", self._requests)]
+    def _known(self) -> list[GpuBags | Request]:
+        return [*self._bags, *self._requests]
 
     def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
         """See `ShardedCall`; raises what planning does."""
@@ -122,7 +101,9 @@ class LastingCall(ShardedCall):
         for shard, request, memory in zip(self.context.shards, self._requests, plans, strict=True):
             planned = shard.plan_ahead(executor, request, kind, memory)
             self._planned.append((shard.engine.planned, planned))
-            self._plans.append(cast("DeviceCall", planned.result()))
+            call = planned.result()
+            assert isinstance(call, DeviceCall)
+            self._plans.append(call)
         made = [plan.memory for plan in self._plans]
         if made != self.memory.plans:  # a graph that knows of others is to notice
             self.memory = shallow_copy(self.memory)
@@ -137,8 +118,8 @@ class LastingCall(ShardedCall):
         """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
         call, its = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call._bags = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._bags)])
-        call._requests = cast("Any", [each.rebind() for each in cast("Sequence[Lasting]", self._requests)])
+        call._bags = [each.rebind() for each in self._bags]
+        call._requests = [each.rebind() for each in self._requests]
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
         for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
             rebound = plan.rebind([next(its) for _ in plan.parts])

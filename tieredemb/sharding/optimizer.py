@@ -42,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._of_widths[0].found_inf
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing but call `closure`: backward has applied the step."""
         return self._of_widths[0].step(closure)
 
@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError("a fused optimizer has one param group, its module's tables; make another module instead")
         torch.optim.Optimizer.add_param_group(self, param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """As `FusedOptimizer.state_dict`, of whole tables, on rank 0; on the others the param group alone. A
         collective. Raises `StorageFullError` where memory cannot hold the state."""
         refuse_names()

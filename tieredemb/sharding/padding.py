@@ -112,7 +112,7 @@ def sizes_of(features: int, bound: int, held: int, samples: Sequence[int]) -> li
 
 def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> Came:
     """Reads messages of `sizes_of` these."""
-    pieces = torch.split(values, sizes_of(features, bound, held, samples))  # type: ignore[no-untyped-call]
+    pieces = torch.split(values, sizes_of(features, bound, held, samples))
     counts = torch.stack([piece[:features] for piece in pieces])
     ids = torch.cat([piece[features : features + bound] for piece in pieces])
     # whatever has come, nobody reads beyond a block

@@ -21,7 +21,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -34,10 +34,10 @@ from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.header import Bound, Bounds, Most
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.stats import IDS
+from tieredemb.tables.group import device_groups
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
-    from tieredemb.sharding.call import ShardedCall
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
     from tieredemb.sharding.request import Request
     from tieredemb.step.batch import Batch
@@ -91,7 +91,7 @@ class RecordedRequests:
         found = self._recorder.find(form)
         if found is not None:
             return found
-        cache = cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache)
+        cache = device_groups(self._context.shards[0].engine.tables.groups)[0].cache
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
@@ -164,6 +164,12 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
+class User(Protocol):
+    """A forward that uses a request. `is_over`: whether it does no more."""
+
+    is_over: bool
+
+
 class RecordedRequest:
     """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
 
@@ -181,11 +187,11 @@ class RecordedRequest:
         device, exchange = context.device, context.exchange
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
-        self._by: weakref.ref[ShardedCall] | None = None
-        self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over,
+        self._by: weakref.ref[User] | None = None
+        self._used = torch.cuda.Event()  # comes once the last use is over,
         self._used_on: int | None = None  # which was on this stream
         # where the host finds what was found, once the event has come
-        self._words, self._has_words = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._words, self._has_words = finder.room(), torch.cuda.Event()
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None
@@ -239,7 +245,7 @@ class RecordedRequest:
         call = None if self._by is None else self._by()
         return call is None or call.is_over
 
-    def find(self, call: ShardedCall, batch: Batch) -> list[GpuBags]:
+    def find(self, call: User, batch: Batch) -> list[GpuBags]:
         """The bags of `call`, which has it until it is over. Does not synchronise."""
         self._by = weakref.ref(call)
         with on_device(self._device), torch.no_grad():

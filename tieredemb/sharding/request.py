@@ -257,12 +257,12 @@ class Request:
     def _by_rank(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """Values of bags, (K, D), by rank; they lie feature by feature, and in these rank by rank."""
         by_feature = bags.view(features, sum(self._samples), bags.shape[1])
-        pieces = torch.split(by_feature, self._samples, 1)  # type: ignore[no-untyped-call]
+        pieces = torch.split(by_feature, self._samples, 1)
         return torch.cat([piece.reshape(-1, bags.shape[1]) for piece in pieces])
 
     def _by_feature(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """The other way round."""
-        pieces = torch.split(bags, [features * each for each in self._samples])  # type: ignore[no-untyped-call]
+        pieces = torch.split(bags, [features * each for each in self._samples])
         its = zip(pieces, self._samples, strict=True)
         return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1).view(-1, bags.shape[1])
 
@@ -283,7 +283,7 @@ class Request:
         return rows[0] if not bags else torch.cat([*bags, *rows])
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `Lasting`; behind `take`, on a GPU."""
+        """See `GpuBags`; behind `take`, on a GPU."""
         self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
@@ -292,7 +292,7 @@ class Request:
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
     def rebind(self) -> Request:
-        """See `Lasting`."""
+        """See `GpuBags`."""
         request = shallow_copy(self)
         request._weights = None
         return request

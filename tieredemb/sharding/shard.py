@@ -110,4 +110,6 @@ class Shard(Held):
 
     def begin(self, request: Request, **how: Any) -> Call:
         """The call of a batch of all ranks; `how`: see `Engine.begin`. May raise what a cache does."""
-        return self.engine.begin(request.batch, self.context, **how)
+        call = self.engine.begin(request.batch, self.context, **how)
+        assert isinstance(call, Call)  # a request is planned by itself
+        return call

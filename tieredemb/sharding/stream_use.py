@@ -22,7 +22,7 @@ class StreamUse:
     def made(self) -> None:
         """Other streams are to wait for what was launched on this one by now."""
         if self._index is not None:
-            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made = torch.cuda.Event()
             self._made.record(current_stream(self._index))
 
     @property

@@ -115,7 +115,7 @@ class SymmetricMemory:
                 timeout = self._exchange.timeout.total_seconds()
                 self._barrier = Barrier(self._device, mapped.words, self._exchange.rank, timeout)
             self.barrier()  # whose kernel is compiled when it is first called: not in a capture
-            met = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            met = torch.cuda.Event()
             met.record()
             self._context.wait_for(met)
         self._made |= mapped.rooms

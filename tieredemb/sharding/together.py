@@ -17,12 +17,11 @@ from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
+from tieredemb.sharding.call_context import ShardedCallContext
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
-from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
-from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
@@ -30,11 +29,12 @@ from tieredemb.sharding.stats import ShardedStats
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import Call, look_up
+from tieredemb.step.program import look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.sharding.eager_rooms import EagerRooms
+    from tieredemb.sharding.lasting_call import LastingMemory
     from tieredemb.sharding.symmetric import SymmetricMemory
     from tieredemb.step.agreement import Agreement
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Together(Ranks):
     """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
 
-    def __init__(self, context: ShardedContext, config: TableSetConfig) -> None:
+    def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
         self._context = context
         self._config = config
         self._planned = PlannedForwards()
@@ -108,6 +108,8 @@ class Together(Ranks):
             raise
         call: ShardedCall
         if self._context.on_buffers:
+            from tieredemb.sharding.lasting_call import LastingCall
+
             call = LastingCall(self._context, batch, memory)
         else:
             call = ShardedCall(self._context, batch, ahead=True)
@@ -150,17 +152,17 @@ class Together(Ranks):
                 call.release()
             return has_rows
 
-        def make() -> Call:
+        def make() -> ShardedCall:
             tables = self.held[0].engine.tables
             found = None if recomputed else self._planned.take(tables, batch.given)
             planned = cast("ShardedCall | None", found)
             if planned is not None and planned.may_fetch_first(flag):
                 if fetch(planned, is_announced=False):
-                    return cast("Call", planned)
+                    return planned
                 planned = None
             call = ShardedCall.of(context, batch, flag, planned)
             fetch(call, is_announced=True)
-            return cast("Call", call)
+            return call
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
             # The leaf lies on the CPU. Autograd reaches it on the thread that has called backward, which so is the one
@@ -270,8 +272,7 @@ class Together(Ranks):
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         self.ready_to_load()
-        extra: dict[str, Any] = load([self.rows(Phase.LOAD)], directory, recover=recover)
-        return extra
+        return load([self.rows(Phase.LOAD)], directory, recover=recover)
 
     def ready_to_load(self) -> None:
         """Drops what was planned, before rows are replaced."""
@@ -297,8 +298,7 @@ class Together(Ranks):
     @property
     def _written(self) -> list[SymmetricMemory | EagerRooms]:
         """What ranks write to in each other's memory."""
-        captures, eager = self._context.captures, self._context.eager_rooms
-        return [*([] if captures is None else [captures.symmetric]), *([] if eager is None else [eager])]
+        return [self._context.captures.symmetric, self._context.eager_rooms]
 
     def stats(self) -> ShardedStats:
         waited = sum(memory.wait_seconds for memory in self._written)

@@ -42,10 +42,7 @@ def load(
     """See `tieredemb.load_checkpoint`. `beside`: see `tables.checkpoint.load`."""
     for _, each in collections:
         each.ranks.ready_to_load()
-    extra: dict[str, Any] = checkpoint.load(
-        _rows(collections, Phase.LOAD), directory, recover=recover, beside=beside, stacklevel=5
-    )
-    return extra
+    return checkpoint.load(_rows(collections, Phase.LOAD), directory, recover=recover, beside=beside, stacklevel=5)
 
 
 def _rows(collections: Collections, phase: Phase) -> list[checkpoint.ShardedRows]:

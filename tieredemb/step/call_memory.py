@@ -80,7 +80,7 @@ class CallMemory:
             return  # a replay is one whole
         self._pending = [event for event in events if event is not None]
         if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
-            self._pending.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._pending.append(torch.cuda.Event())
             self._pending[-1].record(current_stream())
 
     def joined(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -133,7 +133,7 @@ class DeviceCall(Call):
             return [(ids, edges)]
         found = []
         for block in self.form.blocks:
-            bags: Any = block.bags if self.form.is_equal else cast("torch.Tensor", edges.offsets)[block.edges]
+            bags: Any = edges.offsets[block.edges] if isinstance(edges.offsets, torch.Tensor) else block.bags
             its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact, block.starts[-1])
             found.append((ids[block.ids], its))
         return found
@@ -412,9 +412,9 @@ class DeviceCall(Call):
         form, ids, offsets = self.form, list[torch.Tensor](), list[torch.Tensor | None]()
         assert form is not None
         for given, inputs in zip(forwards, form.inputs, strict=True):
-            its, starts = cast("torch.Tensor", given[0]), None
-            if inputs.length < 0:
-                starts = cast("torch.Tensor", given[1])
+            its, starts = given[0], given[1] if inputs.length < 0 else None
+            assert isinstance(its, torch.Tensor)
+            assert starts is None or isinstance(starts, torch.Tensor)
             if inputs.is_copied:
                 its = its.reshape(-1).to(torch.int64).contiguous()
                 starts = None if starts is None else starts.to(torch.int64).contiguous()

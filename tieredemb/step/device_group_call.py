@@ -78,7 +78,8 @@ class DeviceGroupCall:
         """What it has planned for one of the tables that plan as one, that at `place` among them. `mine`: its
         occurrences · `context`: of who looks up in it. The caller uses the ticket."""
         self.join()
-        group: DeviceGroup = context.tables.placed.now.groups[0]  # type: ignore[assignment]
+        (group,) = context.tables.placed.now.groups
+        assert isinstance(group, DeviceGroup)
         bags, batch = self.bags, self.bags.batch
         edges = bags.offsets[place * batch : (place + 1) * batch + 1]
         trained = None if self.trained is bags.homes else self.trained[mine]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +120,7 @@ def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Te
     """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU: to
     `out` if it is given."""
     with tables.locked():
-        group = cast("DeviceGroup", tables.locate(table)[0])
+        group, _, _ = tables.locate(table)
+        assert isinstance(group, DeviceGroup)
         with group.range(_position(group, table), start, stop) as found:
             return found.weights(out)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,19 +16,19 @@ from tieredemb.kernels.streams import on_device, side_by_side
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
+from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forwards, by_call, take_one_step
 from tieredemb.step.program import Call, CallContext, Collected, in_forward_order
 from tieredemb.step.recorded_updates import ALIGNMENT, replay_update
-from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.group import DeviceGroup, device_groups
+from tieredemb.tables.pool import Selection
 from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.step.device_call import DeviceCall
-    from tieredemb.tables.pool import Selection
     from tieredemb.tables.table_set import TableSet
 
 
@@ -82,7 +82,7 @@ def _update(collected: Collected) -> None:
         # notes what is skipped, for which other threads wait
         scaling, stays = scaling_of([context.check_trainable()], tables, grads)
         faults, updates = _faults(calls), list[_Update]()
-        for g, group in enumerate(tables.groups):
+        for g, group in enumerate(device_groups(tables.groups)):
             parts = [call.parts[g] for call in calls]
 
             def combined(
@@ -92,7 +92,7 @@ def _update(collected: Collected) -> None:
 
             # recorded is what comes step after step, which is one call
             recurs = stays and len(calls) == 1
-            updates.append(_Update(cast("DeviceGroup", group), faults, parts, [context], scaling, recurs, combined))
+            updates.append(_Update(group, faults, parts, [context], scaling, recurs, combined))
         _launch(tables, calls, updates, [grads])
 
 
@@ -100,18 +100,19 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
     """One optimizer step for all forwards of a call in some pools, in the order of the tables there, as for one batch
     over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
     common."""
-    call, updates, rest = cast("DeviceCall", forwards.call), list[_Update](), list[Collected]()
-    grads_of = list[Sequence[torch.Tensor]]()
+    call, updates, rest, grads_of = forwards.call, list[_Update](), list[Collected](), list[Sequence[torch.Tensor]]()
+    assert isinstance(call, DeviceCall)
+    assert isinstance(call.context.tables, Selection)
     for collected in of_blocks:
         contexts = [forward.context for forward, _ in collected]
-        optimizers = [cast("RowOptimizer", context.updater.optimizer) for context in contexts]
+        optimizers = [its for context in contexts if (its := context.updater.optimizer) is not None]
         is_one = take_one_step(optimizers)
         if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
             rest += [[pair] for pair in collected]
             continue
         block, grads, tables = collected[0][0].block, [grad for _, grad in collected], contexts[0].tables.whole
-        whole = cast("DeviceGroup", tables.groups[0])
-        taken = whole.numbered(cast("Selection", call.context.tables).of_pools[block][1])
+        whole = device_groups(tables.groups)[0]
+        taken = whole.numbered(call.context.tables.of_pools[block][1])
         with on_device(tables.config.device):
             scaled = optimizers[:1] if is_one else optimizers
             scaling, stays = scaling_of(scaled, tables, grads, None if is_one else taken)
@@ -140,7 +141,7 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
     in the launches of one table."""
     contexts = [calls[0][0].context for calls in sets]
     tables = contexts[0].tables.whole
-    whole = cast("DeviceGroup", tables.groups[0])
+    whole = device_groups(tables.groups)[0]
     collected = in_forward_order([pair for calls in sets for pair in calls])
     calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     parts = [call.parts[0] for call in calls]
@@ -199,7 +200,7 @@ class _Update:
         options = self.contexts[0].check_trainable().options_on(self.group)
         if self.past is not None:  # of the first table it was noted with these
             for context in self.contexts[1:]:
-                cast("DeviceGroup", context.tables.groups[0]).note_step()
+                device_groups(context.tables.groups)[0].note_step()
         return options
 
     @property

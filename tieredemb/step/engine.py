@@ -22,7 +22,7 @@ from tieredemb.errors import BackwardError, ConfigError, StorageError, Unsupport
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.forwards import LAGGING, catch_up_lagging
+from tieredemb.step.forwards import LAGGING, Forward, catch_up_lagging
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
@@ -243,18 +243,20 @@ class Engine:
             finally:
                 call.release()
         try:
-            if call.forwards is None:
-                call.start(trains=True)
-            else:
-                output: torch.Tensor | None = call.forwards.output_of(call, hook)
+            if isinstance(call, Forward):
+                output = call.forwards.output_of(call, hook)
                 if output is not None:
                     return output
+            else:
+                call.start(trains=True)
         except BaseException:
             call.release()
             raise
         return look_up(hook.detach().requires_grad_(), None, lambda: call)
 
-    def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
+    def begin(
+        self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any
+    ) -> Call | Forward:
         """The call of a forward: planned ahead for its very tensors, or now."""
         call, time = None, self.tables.step_time
         place = self.tables.placed.now

@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,8 +57,9 @@ def catch_up_lagging(*tables: TableSet) -> None:
         if forwards is None:
             LAGGING.discard(known)
             continue
-        of_pools = cast("Selection", forwards.call.context.tables).of_pools
-        if any((pool(), number) in stepping for pool, numbers in of_pools for number in numbers):
+        tables_of_all = forwards.call.context.tables
+        assert isinstance(tables_of_all, Selection)
+        if any((pool(), number) in stepping for pool, numbers in tables_of_all.of_pools for number in numbers):
             forwards.catch_up_those_that_came()
 
 
@@ -111,9 +112,8 @@ class Forwards:
         """The call of the forward of that number, which is `given` these inputs; None where these are known to be
         others by now than those that were planned."""
         if self.call.planned_inputs is not None:
-            inputs = cast("Sequence[torch.Tensor]", given)
-            for planned, now in zip(self.call.planned_inputs[number], inputs, strict=False):
-                if planned is None:
+            for planned, now in zip(self.call.planned_inputs[number], given, strict=False):
+                if planned is None or not isinstance(now, torch.Tensor):
                     continue
                 if now.dim() != 1:
                     now = now.reshape(-1)

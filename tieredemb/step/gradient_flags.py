@@ -21,7 +21,7 @@ class GradientFlags(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], flags: torch.Tensor, rest: bool, stands_for: bool) -> GradientFlags:
-        made: GradientFlags = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: GradientFlags = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=torch.bool, device=flags.device
         )
         made.flags, made.rest, made.stands_for = flags, rest, stands_for

@@ -41,7 +41,6 @@ from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     from tieredemb.step.batch import Given
-    from tieredemb.step.batch_form import BatchForm
 
     Array = np.ndarray[Any, Any]
 
@@ -148,7 +147,8 @@ class HostGroupCall:
             unique_keys=ticket.unique_keys[first:end],
             unique_slots=ticket.unique_slots[first:end],
         )
-        group = cast("HostGroup", context.tables.placed.now.groups[0])
+        (group,) = context.tables.placed.now.groups
+        assert isinstance(group, HostGroup)
         return HostGroupCall(group, own, context.options, cast("Ticket", share))
 
     def catch_up(self) -> Pass:
@@ -380,10 +380,11 @@ class HostCall(Call):
         if self.form is not None:
             found: list[tuple[Array, Array, int | Planners | None]] = []
             for block, group in zip(self.form.blocks, groups, strict=True):
-                if isinstance(batch.offsets, EqualBags):
-                    edges = cast("EqualBags", block.bags).edges()
-                else:  # as they were checked and joined
+                if isinstance(batch.offsets, torch.Tensor):  # as they were checked and joined
                     edges = batch.offsets.numpy()[block.edges]
+                else:
+                    assert block.bags is not None
+                    edges = block.bags.edges()
                 found.append((ids[block.ids], edges, Planners(group.clients, np.array(block.starts))))
             return found
         if isinstance(batch.offsets, EqualBags):
@@ -441,10 +442,12 @@ class HostCall(Call):
     # --- of several forwards ------------------------------------------------------------------------------------------
 
     def join(self, forwards: Sequence[Given]) -> Batch:
-        form, offsets, edges = cast("BatchForm", self.form), dict[int, torch.Tensor](), None
-        ids = torch.cat([cast("torch.Tensor", each[0]).reshape(-1) for each in forwards]).to(torch.int64)
+        form, offsets, edges = self.form, dict[int, torch.Tensor](), None
+        assert form is not None
+        own = [each.reshape(-1) for its in forwards if isinstance(each := its[0], torch.Tensor)]
+        ids = torch.cat(own).to(torch.int64)
         if not form.is_equal:
-            given = [cast("torch.Tensor", forwards[number][1]) for number in form.with_offsets]
+            given = [each for k in form.with_offsets if isinstance(each := forwards[k][1], torch.Tensor)]
             differ = {id(each): each for each in given}  # many tables may be given the same tensor
             numbers = {key: number for number, key in enumerate(differ)}
             which = [numbers[id(each)] for each in given]

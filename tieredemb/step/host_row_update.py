@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def update_rows(
     of a table, rows are updated where they lie; interrupted, such a step leaves the cache broken (`BrokenCacheError`).
     Else they are planned as one batch, and the step is taken or not, whatever interrupts. Raises `StorageFullError`
     before anything changes."""
-    groups = [cast("HostGroup", group) for group in tables.groups]
+    groups = [group for group in tables.groups if isinstance(group, HostGroup)]
     numbers = [optimizer.numbers(tuple(group.steps), []) for group in groups]
     taken = [each for each in numbers if each is not None]
     if len(taken) < len(groups):

@@ -232,17 +232,17 @@ class PendingGradients:
     def _check_assigned(self, table: int, value: object) -> None:
         config = self._tables.placed.now.config
         shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
-        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        if (not isinstance(value, TableGradient) and not is_plain) or tuple(value.shape) != shape:  # type: ignore[attr-defined]
+        is_known = isinstance(value, TableGradient) or type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not isinstance(value, torch.Tensor) or not is_known or tuple(value.shape) != shape:
             raise InvalidInputError(
                 f"the gradient of a table of shape {shape} can be replaced by a tensor of that shape, or by None; got "
                 f"{shown(value)}"
             )
         allowed = {torch.float32, self._tables.weight_dtype(table)}
-        if value.dtype not in allowed or value.device != config.device:  # type: ignore[attr-defined]
+        if value.dtype not in allowed or value.device != config.device:
             raise InvalidInputError(
                 f"the gradient of a table is float32, or of the dtype of its rows, on {config.device}; got "
-                f"{shown(value)} on {value.device}"  # type: ignore[attr-defined]
+                f"{shown(value)} on {value.device}"
             )
 
     def _replace_bound(self, table: int, value: TableGradient, now: torch.Tensor) -> None:

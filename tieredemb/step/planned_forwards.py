@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tieredemb.step.batch import Given
-from tieredemb.step.forwards import Forwards
+from tieredemb.step.forwards import Forward, Forwards
 from tieredemb.step.program import Call
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class PlannedForwards:
         with self._lock:
             self.waiting.append(planned)
 
-    def take(self, tables: TableSet, given: Given) -> Call | None:
+    def take(self, tables: TableSet, given: Given) -> Call | Forward | None:
         """The call that was planned first for these tensors, as they are now; None if there is none, or planning
         failed: the forward then finds out why by itself. Waits for it."""
         with self._lock:
@@ -222,10 +222,10 @@ class PlannedForwards:
         planned.call = call if planned.left else None
         if shared is None:
             return call
-        part: Any = shared.share(number, given)
+        part = shared.share(number, given)
         if part is None:
             _release_parts(call, shared, number)
-        return part  # type: ignore[no-any-return]
+        return part
 
     def holds(self, planned: Planned) -> bool:
         """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""

@@ -75,6 +75,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -368,7 +369,15 @@ class LookupFunction(torch.autograd.Function):
         return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
 
 
-def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], Call]) -> torch.Tensor:
+class LookedUp(Protocol):
+    """What a node looks up: a `Call`, one of several forwards that have one, or a forward of several ranks."""
+
+    keeps_rows: bool
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor: ...
+
+
+def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], LookedUp]) -> torch.Tensor:
     """The output of a call that is made inside of its node."""
     calls = Calls()
 
@@ -424,7 +433,7 @@ _backward_untraced = untraced(_backward_once)
 
 
 # `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
-LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply  # type: ignore[misc]
+LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply
 
 
 # --- backward: what one pass reaches, applied at its end --------------------------------------------------------------
@@ -447,10 +456,11 @@ def inside_backward() -> bool:
 
 def _backward_depth() -> int:
     """Backward passes that this thread's Python frames are inside of."""
-    frame, depth = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    depth = 0
     while frame is not None:
         depth += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return depth
 
 
@@ -495,7 +505,7 @@ class BackwardPass:
 
     def _begin(self, task: int, depth: int) -> CollectedCalls:
         collected = CollectedCalls(depth)
-        torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(collected)
         self._of_task[task] = collected
         return collected
 

@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
 from tieredemb.step.capacities import Capacities, room_for
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.group import device_groups
 
 if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
@@ -117,7 +117,7 @@ class RecordedPlans:
 
     def __init__(self, context: CallContext, place: Place) -> None:
         self.device, self.output_dtype = place.config.device, place.config.output_dtype
-        self.groups = [cast("DeviceGroup", group) for group in place.groups]
+        self.groups = device_groups(place.groups)
         caches = [group.cache for group in self.groups]
         self.waits = not all(cache.cold.device_readable for cache in caches)
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)

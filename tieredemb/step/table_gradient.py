@@ -189,7 +189,7 @@ class TableGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], device: torch.device, known: Known) -> TableGradient:
-        made: TableGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TableGradient = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=torch.float32, device=device
         )
         made.known = known
@@ -206,11 +206,10 @@ class TableGradient(torch.Tensor):
             norm = "dropped"
         return f"TableGradient(norm={norm}, size={tuple(self.shape)}, device={str(self.device)!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableGradient:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
-        copied: TableGradient = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return of_rows, (self.known.rows(),)
@@ -265,8 +264,8 @@ class SquaredGradient(TableGradient):
     _squares: Known
 
     @staticmethod
-    def __new__(cls, gradient: TableGradient) -> SquaredGradient:  # type: ignore[override]
-        made: SquaredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, gradient: TableGradient) -> SquaredGradient:
+        made: SquaredGradient = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=torch.float32, device=gradient.device
         )
         made._root = gradient.known.copied(gradient.known.values.clone())

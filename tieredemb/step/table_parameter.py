@@ -45,7 +45,7 @@ class TableParameter(TableTensor):
     post_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None  # of itself, once a backward has brought one
 
     @staticmethod
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -55,7 +55,7 @@ class TableParameter(TableTensor):
         is_sharded: bool = False,
     ) -> TableParameter:
         with no_inference():  # it may be trained later
-            made: TableParameter = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: TableParameter = torch.Tensor._make_wrapper_subclass(
                 cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
             )
             made.geometry = torch.empty(torch.Size(shape), dtype=dtype, device="meta")
@@ -81,7 +81,7 @@ class TableParameter(TableTensor):
         made = TableParameter(shape, dtype, device, *rest)
         made._followed = self._followed
         made.hooks, made.post_hooks = self.hooks, self.post_hooks
-        torch.utils.swap_tensors(self, made)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(self, made)
 
     @property
     def module(self) -> FollowedOptimizer:  # type: ignore[override]
@@ -106,7 +106,7 @@ class TableParameter(TableTensor):
             )
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """What is known of the table's gradient, float32 (rows, D); zeros from a step on until the next backward; None
         without a gradient. Does not synchronise with a GPU."""
         followed = None if self._followed is None else self._followed()
@@ -138,7 +138,7 @@ class TableParameter(TableTensor):
         Raises `UnsupportedError` for a table of several ranks, and in a captured step."""
         return self._register("hooks", hook)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:  # type: ignore[override]
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """See `torch.Tensor.register_post_accumulate_grad_hook`. It is called at the end of each backward pass."""
         return self._register("post_hooks", hook)
 
@@ -183,17 +183,16 @@ class TableParameter(TableTensor):
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         """Beside a copy of its tables a parameter of these; alone one with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = _unbound(*self._made_as) if self._is_beside else self._alone()
-        copied: torch.Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         if self._is_beside:
             return _unbound, self._made_as
-        return self._alone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,no-any-return]
+        return self._alone().__reduce_ex__(protocol)
 
     @property
     def _made_as(self) -> tuple[Any, ...]:
@@ -221,7 +220,7 @@ def bind_all(followed: FollowedOptimizer, parameters: Sequence[torch.Tensor]) ->
         if not isinstance(each, TableParameter) or each.device != followed.tables.config.device:
             made = TableParameter.of(followed.tables, table)
             made.requires_grad = each.requires_grad
-            torch.utils.swap_tensors(each, made)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(each, made)
         assert isinstance(each, TableParameter)
         each.bind(followed)
 

@@ -80,7 +80,7 @@ class TableTensor(torch.Tensor):
                 config = tables.config.tables[table]
                 shape = (config.num_embeddings, config.embedding_dim)
                 geometry = torch.empty(shape, dtype=tables.weight_dtype(table), device="meta")
-            made: TableTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: TableTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 geometry.size(),
                 strides=geometry.stride(),
@@ -196,15 +196,14 @@ class TableTensor(torch.Tensor):
         """As of a tensor, the same elements once more."""
         return self.detached()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
         """A copy has memory of its own, and is no table."""
         if id(self) not in memo:
             memo[id(self)] = self.detached().clone()
-        copied: torch.Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detached().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.detached().clone().__reduce_ex__(protocol)
 
     @classmethod
     @untraced
@@ -318,7 +317,7 @@ def _materialise_data(table: TableTensor, value: torch.Tensor) -> None:
     known[:] = [ref for ref in known if not any(ref() is each for each in those)]  # a swap wants no weak references
     for each in those:
         start, stop = each.rows
-        torch.utils.swap_tensors(each, copy[start:stop].view(each.shape))  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(each, copy[start:stop].view(each.shape))
 
 
 def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:

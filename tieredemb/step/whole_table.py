@@ -108,7 +108,7 @@ class _Used(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None, None]:
         if ctx.reads_again:
             ctx.call.check()
@@ -149,7 +149,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (x,), span, of_x = ctx.saved_tensors, ctx.span, None
         if ctx.needs_input_grad[1]:
@@ -233,9 +233,7 @@ class Elements(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Elements:
-        made: Elements = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(shape), dtype=dtype, device=device
-        )
+        made: Elements = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made.span, made.function = span, function
         made._use, made._found = span.rows.use(span.table), None
         return made

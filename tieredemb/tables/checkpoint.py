@@ -118,7 +118,7 @@ def load(
     recover: bool,
     beside: Beside | None = None,
     stacklevel: int = 4,
-) -> Any:
+) -> dict[str, Any]:
     """See `TieredModule.load_checkpoint`. `beside`: is given the dense layers before anything changes, and returns what
     takes them over once all rows are loaded · `stacklevel`: of the user's call, for a warning."""
     check_directory(directory)
@@ -152,7 +152,8 @@ def load(
         if take_over is not None:
             take_over()
     warn_of_left(found, stacklevel=stacklevel)
-    return found.extra["extra"]
+    extra: dict[str, Any] = found.extra["extra"]
+    return extra
 
 
 def ignored_of(tables: TableSet, prefix: str = "") -> dict[str, frozenset[str]]:

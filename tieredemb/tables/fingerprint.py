@@ -41,7 +41,7 @@ def are_alike(one: object, other: object) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(are_alike, one, other))
     if is_number(one) and is_number(other):
-        return math.isclose(float(one), float(other), rel_tol=TOLERANCE)  # type: ignore[arg-type]
+        return math.isclose(float(one), float(other), rel_tol=TOLERANCE)
     return type(one) is type(other) and one == other
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -588,15 +588,16 @@ class FollowedOptimizer:
         the step, which a GPU finds out by itself."""
         due = list[FollowedOptimizer]()
         for each in those:
-            if each._entries and not each._entries <= each.optimizer.state.keys():  # type: ignore[union-attr]
+            if each._entries and each.optimizer is not None and not each._entries <= each.optimizer.state.keys():
                 each._follow_state()
             if each.pending is not None and each.pending.is_there:
                 due.append(each)
         if not due:
             return due
-        spoilt = cast("Pending", due[0].pending).check([each.pending for each in due])
-        for each in due:
-            if each.pending is not None and each.pending.whole:
+        pending = [each.pending for each in due if each.pending is not None]
+        spoilt = pending[0].check(pending)
+        for each, collected in zip(due, pending, strict=True):
+            if collected.whole:
                 each._check_takes_whole()
         skips = getattr(due[0].optimizer, "found_inf", None)
         skipped = skips is not None and any(each._is_on_cpu for each in due) and bool(skips)

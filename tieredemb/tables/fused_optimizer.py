@@ -85,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing but call `closure`: backward has applied the step."""
         if closure is None:
             return None
@@ -197,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Copies of all row states, and the param group. Raises `StorageFullError` where memory cannot hold them."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for table in range(len(self._tables.config.tables)):

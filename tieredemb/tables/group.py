@@ -794,3 +794,8 @@ def identity_of(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[s
 
 def row_layout(config: TableSetConfig, rows: int, width: int) -> RowLayout:
     return RowLayout(rows=rows, width=width, dtype=config.dtype, state_width=state_width(config.optimizer, width))
+
+
+def device_groups(groups: Sequence[Group]) -> list[DeviceGroup]:
+    """The groups of tables on a GPU, as what they are."""
+    return [group for group in groups if isinstance(group, DeviceGroup)]

@@ -114,8 +114,9 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return default_config(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        of_ours = isinstance(optimizer, type) and issubclass(optimizer, OptimizerConfig)
-        instance = f": pass an instance, as {optimizer.__name__}(lr=0.01)" if of_ours else ""  # type: ignore[attr-defined]
+        instance = ""
+        if isinstance(optimizer, type) and issubclass(optimizer, OptimizerConfig):
+            instance = f": pass an instance, as {optimizer.__name__}(lr=0.01)"
         raise ConfigError(
             f"optimizer must be one of tieredemb's {', '.join(OptimizerConfig.known())}, applied in backward, or a "
             f"torch optimizer to follow ({known()}) or its class; got {shown(optimizer)}{instance}"

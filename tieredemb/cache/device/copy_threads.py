@@ -72,7 +72,7 @@ class MissReport(NamedTuple):
     def wait(self) -> None:
         """Returns once it is there, which may be before its event. Raises what the GPU has failed with."""
         while not report_is_there(self.words.data_ptr(), self.number, MOST_LOOKS):
-            self.event.query()  # type: ignore[no-untyped-call]
+            self.event.query()
 
 
 @dataclass(eq=False)

@@ -228,7 +228,7 @@ class Staged(Transfer):
                 new[: len(old)] = old
                 old.record_stream(current_stream())
             self._weight, self._state = grown
-            self._grown = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._grown = torch.cuda.Event()
             self._grown.record(current_stream())
 
     # --- rows through the host --------------------------------------------------------------------------------------

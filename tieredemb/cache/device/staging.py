@@ -32,7 +32,7 @@ class PinnedRows:
 
     def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event()
         with no_inference():  # they are changed in place when that is over
             self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device="cpu", pin_memory=True)
             self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
@@ -82,7 +82,7 @@ class MissReports:
         if self._words.shape[0] < words + flags:
             self._make_room(2 * (words + flags))
         self._number += 1
-        reported = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reported = torch.cuda.Event()
         return MissReport(self._words, self._number, reported), self._words[words : words + flags]
 
     def _make_room(self, words: int) -> None:

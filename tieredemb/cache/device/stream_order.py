@@ -94,7 +94,7 @@ class StreamOrder:
         """The current stream has planned, or touched the cache as a whole: a plan by a thread of its own, which waits
         for no more than it has to, comes behind that."""
         if self._plans_wait and not torch.cuda.is_current_stream_capturing():
-            self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._touched = torch.cuda.Event()
             self._touched.record(current_stream())
 
     @property
@@ -114,7 +114,7 @@ class StreamOrder:
 
     def queued(self) -> torch.cuda.Event:
         """What comes once the computing stream is through with what it has queued."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
@@ -133,7 +133,7 @@ class StreamOrder:
             self._planned.wait(current_stream())
         outside = self._planner, self._on_thread, self._after, self._done
         self._planner, self._on_thread, self._after = threading.get_ident(), after is not None, after
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         self._done, self._done_on = done, stream
         try:
             yield
@@ -193,7 +193,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._mark = torch.cuda.Event()
 
     def mark(self) -> None:
         """What is run next comes behind what the current stream has queued by now."""
@@ -204,7 +204,7 @@ class SideStream:
         if self._stream is None:
             self._stream = own_stream(self, self._device, -1)
         self._mark.wait(self._stream)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         try:
             with on_stream(self._stream):
                 function()
