@@ -24,8 +24,7 @@ __device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int wi
 }
 
 // Each thread calls it behind its last row. A kernel may be over while what it has written is on its way to another GPU,
-// and what NCCL tells that GPU next, in one word without a fence, may overtake it.
-// NCCL's kernels are of a memory synchronization domain of their own, too. Without this fence 23 of 130 runs of
-// captured steps, most of them in the first replay, read rows that had yet to arrive; with it none of 130 did, side by
-// side on two H100s, at 762b4e7.
+// and what that is told next may overtake it. At 762b4e7, where a collective of NCCL was the barrier, 23 of 130 runs of
+// captured steps read rows that had yet to arrive without this fence, and none of 130 did with it, side by side on two
+// H100s. Today's barrier (`barrier.cu`) releases what came before it on its stream; without the fence it was not tried.
 __device__ __forceinline__ void publish_rows() { __threadfence_system(); }

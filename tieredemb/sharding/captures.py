@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -125,11 +124,10 @@ class Captures(Agreement):
         self._told = exchange.failures
         self._rooms = self._make_rooms(len(given), ahead=bool(planned))
         self._known = {identity(each) for each in (*given, *planned)}
-        exchange.tally = Counter()
         try:
-            yield functools.partial(exchange.sent.update, exchange.tally)
+            with exchange.counting_replays() as count:
+                yield count
         finally:
-            exchange.tally = exchange.sent
             self._known, self._rooms = set(), iter(())
 
     def _make_rooms(self, calls: int, *, ahead: bool) -> Iterator[list[PartRooms | None]]:

@@ -12,6 +12,7 @@ from GPU to GPU by NCCL, or, in a group without it, through the hosts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import socket
@@ -20,7 +21,7 @@ import traceback
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,8 +66,7 @@ class Sending(NamedTuple):
 class Exchange:
     """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
     `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL · `sent`: the bytes
-    that others were sent, of each kind · `tally`: what is counted into: `sent`, or the bytes of a replay while a step
-    is captured."""
+    that others were sent, of each kind."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -92,7 +92,7 @@ class Exchange:
         self._mailbox: Mailbox | None = None  # of ranks of one host
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
         self._device: torch.device | None = None  # the GPU here, likewise
-        self.sent = self.tally = Counter[str]()
+        self.sent = self._tally = Counter[str]()
         self._wait_seconds = 0.0
 
     def stats(self) -> ShardedStats:
@@ -358,7 +358,16 @@ class Exchange:
 
     def count(self, kind: str, values: torch.Tensor, sent: int) -> None:
         """Counts that other ranks were `sent` so many of such `values`, (·, …)."""
-        self.tally[kind] += sent * values.element_size() * math.prod(values.shape[1:])
+        self._tally[kind] += sent * values.element_size() * math.prod(values.shape[1:])
+
+    @contextlib.contextmanager
+    def counting_replays(self) -> Iterator[Callable[[], object]]:
+        """What is sent inside is captured, and counted each time that what this yields is called."""
+        self._tally = Counter()
+        try:
+            yield functools.partial(self.sent.update, self._tally)
+        finally:
+            self._tally = self.sent
 
     def joined(
         self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
