@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import tempfile
 import time
 from datetime import timedelta
 
@@ -92,6 +93,17 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
         model.close()
     assert len(written) >= (steps // 2 if sharding != "tables" else 0)
     return torch.stack(outputs), weights, steps
+
+
+def eager_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+    with tempfile.TemporaryDirectory() as directory:
+        keywords = {**keywords, "storage": te.File(f"{directory}/rows")}
+        return eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords)
+
+
+@AT_ONCE_OR_AHEAD
+def test_eager_steps_over_files_write_to_the_bits_of_one_process(world, ahead):
+    compare(world, ahead=ahead, steps=40, run=eager_on_files, capacity=0.3)
 
 
 @AT_ONCE_OR_AHEAD
