@@ -11,8 +11,8 @@ from devices import assert_close, equal
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.spread import RowSpread
-from tieredemb.lookup.bags import KeySpace, Places
-from tieredemb.sharding.bags import Part
+from tieredemb.lookup.bags import Places
+from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, RowWise, TableWise
@@ -60,10 +60,7 @@ def finders(tables, ranks, sharding, **keywords):
     parts = []
     for width in sorted({*widths}):
         of_width = [t for t, table in enumerate(tables) if table.embedding_dim == width]
-        for its in ([t for t in of_width if layout.owner[t] < 0], [t for t in of_width if layout.owner[t] >= 0]):
-            if its:
-                space = KeySpace(tables, its, list(columns))
-                parts.append(Part(space, layout.owner[space.tables[space.table]]))
+        parts += parts_of(layout, of_width, list(columns))
     made = []
     for device in (CPU, GPU):
         config = table_set_config(

@@ -19,6 +19,7 @@ import torch
 
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.sharding.header import Bound, Most
+from tieredemb.sharding.layout import Layout
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ NO_KEY = -2  # −1 is that of what is not looked up
 @dataclass(frozen=True, eq=False)
 class Part:
     """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
-    each feature the rank that holds its table whole; −1 where all are dealt out · `sends_padding`: whether owners
-    are sent the ids of padding, too, whose rows they scale, and which add nothing to bags."""
+    each feature the rank that holds its table whole; −1 where all are dealt out · `ranks`: how many there are ·
+    `sends_padding`: whether owners are sent the ids of padding, too, whose rows they scale, and which add nothing to
+    bags."""
 
     space: KeySpace
     owner: Array
-    sends_padding: bool = False
+    ranks: int
+    sends_padding: bool
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -44,10 +47,32 @@ class Part:
         return bool((self.owner >= 0).all())
 
     @functools.cached_property
+    def by_rank(self) -> Array:
+        """Of whole tables the features by the ranks that hold them, int64 (F,)."""
+        return np.argsort(self.owner, kind="stable")
+
+    @functools.cached_property
+    def held(self) -> list[int]:
+        """And how many each of the `ranks` has."""
+        its: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
+        return its
+
+    @functools.cached_property
     def padding_keys(self) -> Array:
         """Of each feature the key of the padding whose id is sent, int64 (F,), or one that no occurrence has."""
         padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
         return padding if self.sends_padding else np.full_like(padding, NO_KEY)
+
+
+def parts_of(
+    layout: Layout, tables: Sequence[int], columns: Sequence[int], *, sends_padding: bool = False
+) -> list[Part]:
+    """Those of the `tables` of one width: those that are dealt out, and those that one rank holds each, as far as there
+    are any. `columns`: see `KeySpace`."""
+    kinds = [[t for t in tables if (layout.owner[t] < 0) == is_dealt] for is_dealt in (True, False)]
+    spaces = [KeySpace(layout.tables, its, columns) for its in kinds if its]
+    owners = [layout.owner[space.tables[space.table]] for space in spaces]
+    return [Part(space, owner, layout.size, sends_padding) for space, owner in zip(spaces, owners, strict=True)]
 
 
 class Bags(Protocol):

@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from tieredemb.config import Mode
+from tieredemb.config import MODES
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.header import Bound
@@ -30,14 +30,6 @@ from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
 
 _NUMBERS = itertools.count()
-
-
-class Kind(NamedTuple):
-    """How a feature is looked up where its rows are. `part`: which part it is of · `mode`: how its bags are pooled
-    there; None where rows go back."""
-
-    part: int
-    mode: Mode | None
 
 
 class RequestPart(NamedTuple):
@@ -54,27 +46,25 @@ class RequestPart(NamedTuple):
 
 
 class Requests:
-    """What those of one width have in common. `kinds`: of the features, in their order."""
+    """What those of one width have in common. Features are in the order of the collection."""
 
-    def __init__(
-        self, parts: Sequence[Part], kinds: Sequence[Kind], rank: int, ranks: int, device: torch.device
-    ) -> None:
-        self.parts, self.kinds = list(parts), list(kinds)
-        self.ranks, self.device = ranks, device
+    def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
+        self.parts, self.ranks, self.device = list(parts), ranks, device
         self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
         self.held = [int((part.owner == rank).sum()) for part in parts]
         # the part whose bags are pooled where its tables are, and the one whose rows go back; as far as there are any
         self.whole = next((number for number, part in enumerate(parts) if part.is_whole), None)
         self.dealt = next((number for number, part in enumerate(parts) if not part.is_whole), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
-        numbers = [itertools.count() for _ in parts]
-        within = [next(numbers[kind.part]) for kind in kinds]
-        # of each feature its place among those of all parts, and whether this rank pools it
-        order = [int(firsts[kind.part]) + k for kind, k in zip(kinds, within, strict=True)]
-        self.is_held = [bool(parts[kind.part].owner[k] == rank) for kind, k in zip(kinds, within, strict=True)]
-        self.order = torch.tensor(order, dtype=torch.int64, device=device)
-        held = [f for f, is_held in enumerate(self.is_held) if is_held]
-        self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
+        found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
+        # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
+        self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
+        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_whole else None for _, p, k in found]
+        self.is_held = [bool(parts[p].owner[k] == rank) for _, p, k in found]
+        self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
+
+    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
         """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
@@ -205,14 +195,14 @@ class Request:
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
         runs, feature, done = [], 0, 0
-        for kind, its in itertools.groupby(self._all.kinds):
+        for mode, its in itertools.groupby(self._all.modes):
             count = len(list(its))
             held = sum(self._all.is_held[feature : feature + count])
             feature += count
-            if held and kind.mode is not None:
+            if held and mode is not None:
                 its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
                 rows = done * starts.shape[1], (done + held) * starts.shape[1]
-                runs.append(Run(rows, kind.mode, its_edges))
+                runs.append(Run(rows, mode, its_edges))
                 done += held
         return runs
 
