@@ -58,7 +58,7 @@ from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.layout import Layout, RowWise, TableWise
+from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -344,7 +344,7 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     assert {*launched} == kernels | {"offsets_check", "bags_fill"}
 
 
-@pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
+@pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated()])
 @pytest.mark.parametrize("finds_firsts", [True, False])
 @pytest.mark.parametrize("count", [10, 0])
 def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, finds_firsts, sharding):
@@ -370,11 +370,12 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     width._found = lambda *_: written
     bags = width.find(batch, given, counts, finds_firsts=finds_firsts)
     bags.pad(Bound(5, None))
-    held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0]}[type(sharding)]
+    held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
     assert bags.sent == [2 + 5 + its * 3 for its in held]
     assert bags.asked.shape == (sum(bags.sent),)
     assert bags.ids == [5, 5, 5]
-    assert bags.back == bags.grads == ([its * 3 for its in held] if part.is_whole else [5, 5, 5])
+    assert bags.grads == ([its * 3 for its in held] if part.is_whole else [5, 5, 5])
+    assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
     assert rows.shape == (sum(bags.grads), 8)
     assert (scale is None) == part.is_whole

@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, Most, most_in
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, each_asked, message
+from tieredemb.sharding.padding import Padding, copied, each_asked, message
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -251,11 +251,12 @@ class GpuBags:
 
     def _pad_each(self, bound: Bound) -> None:
         """The same, where a row comes back for each id, or none does."""
-        counts = self._counts[:, : len(self._part.owner)]
+        part = self._part.part
+        counts = self._counts[: part.ranks, : len(part.owner)]
         padding = Padding(counts.sum(1), bound.ids)
         padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
-        self.ids = self.grads = self.back = [bound.ids] * self._part.ranks
+        self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
         self._send(counts, padding.pad(each_asked(self._rows_asked)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
@@ -339,7 +340,7 @@ class GpuBags:
 
 
 class GpuWholeBags(GpuBags):
-    """See `Bags`: of tables that one rank holds each. Padding stays here, unless its row is to be scaled: a bag is as
+    """See `Bags`: of tables that are held whole. Padding stays here, unless its row is to be scaled: a bag is as
     long as it has ids to look up."""
 
     def __init__(
@@ -362,15 +363,17 @@ class GpuWholeBags(GpuBags):
         self._lengths.mul_(is_good)
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        held = self._part.part.held
-        self.back = self.grads = [features * self._bags.batch for features in held]
-        self.asked, self.sent = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), held)
+        part = self._part.part
+        self.back, self.grads = part.bags_of(self._bags.batch)
+        found = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), part.held)
+        self.asked, self.sent = found.copied(part.copies)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
         if not self._bags.homes.shape[0]:
-            return given.new_zeros(self._order.shape[0])
-        return (given if self._bags.position is None else given[self._bags.position])[self._order]
+            return given.new_zeros(sum(self.ids))
+        its = (given if self._bags.position is None else given[self._bags.position])[self._order]
+        return copied(its, self._part.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         with on_device(every.device):
@@ -389,7 +392,7 @@ class GpuWholeBags(GpuBags):
         rows = grad.index_select(1, self._part.columns).view(self._bags.batch, features, width).transpose(0, 1)
         if share != 1.0:  # by a tensor, as a number would be inverted first
             rows = rows / torch.full((1,), share, dtype=torch.float32, device=grad.device)
-        return rows.reshape(features * self._bags.batch, width), None
+        return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._lengths]

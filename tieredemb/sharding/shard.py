@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tieredemb.cache.base import PlanKind
 from tieredemb.config import Normal, TableConfig
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.sharding.bags import parts_of
-from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.layout import REPLICATED, Layout
 from tieredemb.sharding.request import Request, Requests
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
@@ -40,7 +42,7 @@ def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableC
         if table.padding_idx is not None:
             position, rest = divmod(table.padding_idx - part.first, part.step)
             padding = position if rest == 0 and 0 <= position < part.own_rows else None
-        mode = table.mode if layout.owner[t] == rank else "sum"
+        mode = table.mode if layout.owner[t] in (rank, REPLICATED) else "sum"
         own = replace(table, num_embeddings=max(1, part.own_rows), mode=mode, padding_idx=padding)
         if not part.own_rows:
             own = replace(own, init=Normal(), placement="cached" if table.placement == "cached" else "auto")
@@ -82,10 +84,18 @@ class Shard(Held):
         *,
         rows: RowOpener,
     ) -> None:
-        super().__init__(tables, config, options, optimizer, over_ranks, rows)
+        super().__init__(tables, config, options, optimizer, self._counted_once, rows)
+        self._over_ranks = over_ranks
+        self._elsewhere = [n for n, t in enumerate(self.tables) if not layout.saved_part(t, rank).own_rows]
         self.space = KeySpace(layout.tables, self.tables, list(columns))
         self.parts = parts_of(layout, self.tables, list(columns), sends_padding=options.plans_padding)
         self.requests = Requests(self.parts, rank, layout.size, config.device)
+
+    def _counted_once(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """See `OverRanks`: rows that all ranks hold count on one of them."""
+        for table in self._elsewhere:
+            totals[table] = 0
+        return self._over_ranks(totals, norm_type)
 
     def plan_ahead(
         self,

@@ -17,7 +17,8 @@ class ShardedStats(CacheStats):
     `id_bytes_sent`: ids that this rank looks up and others own, and how many there are; for tables that are held whole
     the lengths of their bags, too, and per-sample weights · `row_bytes_sent`: rows and pooled bags that others look up
     and this rank owns · `gradient_bytes_sent`: gradients of what this rank has looked up, and their scales ·
-    `wait_seconds`: until the headers came by which all ranks agree on each exchange.
+    `wait_seconds`: until the headers came by which all ranks agree on each exchange. A replicated table is owned by
+    every rank: what is sent to each of the others counts, and so do lookups for them.
 
     Lookups and their backward passes count: eager steps, and each replay of a captured step, also where GPUs write into
     each other's memory. Ranks send blocks of one size, and the padding that fills a block is sent and counted. What

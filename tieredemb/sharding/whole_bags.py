@@ -1,4 +1,5 @@
-"""Bags of tables that one rank holds each, on the CPU where they are: their ids go there, and they come back pooled."""
+"""Bags of tables that one rank holds each, or all ranks, on the CPU where they are: their ids go there, and they come
+back pooled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Padding, message
+from tieredemb.sharding.padding import Padding, copied, message
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class HostWholeBags:
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
         self.counts = np.zeros((part.ranks, 2 * len(owner)), np.int64)
         self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
-        self.back = self.grads = [features * batch.size for features in part.held]
+        self.back, self.grads = part.bags_of(batch.size)
         self._asked_rows, self._lengths = self._those_kept(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
@@ -62,8 +63,8 @@ class HostWholeBags:
         self._padding = Padding(counts.sum(1), bound.ids)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
         lengths = torch.from_numpy(self._lengths[part.by_rank])
-        self.ids = [bound.ids] * part.ranks
-        self.asked, self.sent = message(counts, ids, lengths, part.held)
+        self.ids = [bound.ids] * (part.ranks * part.copies)
+        self.asked, self.sent = message(counts, ids, lengths, part.held).copied(part.copies)
 
     def _by_rank(self, values: Array) -> Array:
         """Of values of those occurrences that are looked up those by rank."""
@@ -73,7 +74,7 @@ class HostWholeBags:
         position = self._bags.position
         array = weights.detach().to(torch.float32).contiguous().numpy()
         array = self._those_kept(array[: len(self._bags.keys)] if position is None else array[position])
-        return self._padding.pad(torch.from_numpy(self._by_rank(array)))
+        return copied(self._padding.pad(torch.from_numpy(self._by_rank(array))), self.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         entries = self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))
@@ -102,7 +103,7 @@ class HostWholeBags:
             rows[k] = array[:, first : first + width]
         if share != 1.0:
             rows /= np.float32(share)
-        return torch.from_numpy(rows.reshape(-1, width)), None
+        return copied(torch.from_numpy(rows.reshape(-1, width)), self.part.copies), None
 
     def tensors(self) -> list[torch.Tensor]:
         return []
