@@ -182,6 +182,7 @@ def test_junk_raises_errors_of_the_library_or_is_taken(call, capsys):
         (lambda: te.Uniform(-1, 1), r"Uniform\(low=-1, high=1\)"),
         (lambda: te.TableConfig("user", 10, 4), r"TableConfig\(name='user', num_embeddings=10, embedding_dim=4\)"),
         (lambda: te.TableWise(0), r"TableWise\(rank=0\)"),
+        (lambda: te.Replicated(0), r"Replicated\(\); it has none"),
     ],
 )
 def test_config_that_is_given_arguments_by_position_says_how_to_write_it(make, example):

@@ -41,7 +41,7 @@ from tieredemb.storage.unified import UnifiedMemory
 
 if TYPE_CHECKING:
     from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-    from tieredemb.sharding.layout import RowWise, TableWise
+    from tieredemb.sharding.layout import Replicated, RowWise, TableWise
     from tieredemb.sharding.stats import ShardedStats
 
 __version__ = "0.2.0"
@@ -61,6 +61,7 @@ __all__ = [
     "Normal",
     "Pmem",
     "RMSprop",
+    "Replicated",
     "RowMeanAdagrad",
     "RowWise",
     "RowWiseAdagrad",
@@ -95,6 +96,7 @@ __all__ = [
 ]
 
 _LATE = {
+    "Replicated": "tieredemb.sharding.layout",
     "RowWise": "tieredemb.sharding.layout",
     "ShardedStats": "tieredemb.sharding.stats",
     "ShardedTieredEmbeddingBagCollection": "tieredemb.sharding.collection",

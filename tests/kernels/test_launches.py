@@ -55,10 +55,10 @@ from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
-from tieredemb.sharding.bags import Part
+from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.layout import Layout, RowWise, TableWise
+from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -325,9 +325,8 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
         tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=None, device="cpu",
         check_ids="deferred",
     )  # fmt: skip
-    layout, space = Layout(tables, 3, RowWise()), KeySpace(tables, chosen, [0, 8])
-    part = Part(space, layout.owner[space.tables[space.table]])
-    width = GpuPart(layout, part, config)
+    (part,) = parts_of(Layout(tables, 3, RowWise()), chosen, [0, 8])
+    width = GpuPart(part, config)
     ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
     edges = Edges(torch.arange(7), 7, exact=True, ids=len(ids))
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
@@ -345,7 +344,7 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     assert {*launched} == kernels | {"offsets_check", "bags_fill"}
 
 
-@pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
+@pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated()])
 @pytest.mark.parametrize("finds_firsts", [True, False])
 @pytest.mark.parametrize("count", [10, 0])
 def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, finds_firsts, sharding):
@@ -355,9 +354,8 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
         tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=None, device="cpu",
         check_ids="deferred",
     )  # fmt: skip
-    layout, space = Layout(tables, 3, sharding), KeySpace(tables, (0, 1), [0, 8])
-    part = Part(space, layout.owner[space.tables[space.table]])
-    width = GpuPart(layout, part, config)
+    (part,) = parts_of(Layout(tables, 3, sharding), (0, 1), [0, 8])
+    width = GpuPart(part, config)
     ids, words = torch.arange(count), torch.zeros(11 + 3 * 4, dtype=torch.int64)
     edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False, ids=count)
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
@@ -372,11 +370,12 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     width._found = lambda *_: written
     bags = width.find(batch, given, counts, finds_firsts=finds_firsts)
     bags.pad(Bound(5, None))
-    held = [[2, 2, 2], [1, 1, 0]][part.is_whole]
-    assert bags.sent == [2 + 5 + (held[rank] * 3 if part.is_whole else 0) for rank in range(3)]
+    held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
+    assert bags.sent == [2 + 5 + its * 3 for its in held]
     assert bags.asked.shape == (sum(bags.sent),)
     assert bags.ids == [5, 5, 5]
-    assert bags.back == bags.grads == ([3, 3, 0] if part.is_whole else [5, 5, 5])
+    assert bags.grads == ([its * 3 for its in held] if part.is_whole else [5, 5, 5])
+    assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
     assert rows.shape == (sum(bags.grads), 8)
     assert (scale is None) == part.is_whole

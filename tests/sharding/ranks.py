@@ -12,22 +12,26 @@ from training import random_batch, table_configs
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.layout import RowWise, TableWise
+from tieredemb.sharding.layout import Replicated, RowWise, TableWise
 
 SHARDINGS = {
     "rows": RowWise(),
     "tables": TableWise(),
+    "copies": Replicated(),
     "both": {"t0": RowWise(), "t1": TableWise(), "t2": RowWise(), "t3": TableWise(rank=0)},
+    "all kinds": {"t0": RowWise(), "t1": TableWise(), "t2": Replicated(), "t3": TableWise(rank=0)},
     "chosen": None,
     "one rank": TableWise(rank=1),
 }
 
 
 def sharding_of(name, tables):
-    """One of `SHARDINGS`, or "every other": two tables that are dealt out, two that ranks hold whole, and so on."""
+    """One of `SHARDINGS`, or "every other": one or two tables that are dealt out, that one rank holds whole, that all
+    hold, and so on."""
     if name != "every other":
         return SHARDINGS[name]
-    return {table.name: (RowWise(), TableWise())[n // 2 % 2] for n, table in enumerate(tables)}
+    kinds, each = (RowWise(), TableWise(), Replicated()), 2 if len(tables) > 4 else 1
+    return {table.name: kinds[n // each % 3] for n, table in enumerate(tables)}
 
 
 SHAPES = {  # how many ids the bags of feature f have, of a rank, by a generator

@@ -11,11 +11,11 @@ from devices import assert_close, equal
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.spread import RowSpread
-from tieredemb.lookup.bags import KeySpace, Places
-from tieredemb.sharding.bags import Part
+from tieredemb.lookup.bags import Places
+from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.layout import Layout, RowWise, TableWise
+from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.tables.config import table_set_config
 
@@ -60,10 +60,7 @@ def finders(tables, ranks, sharding, **keywords):
     parts = []
     for width in sorted({*widths}):
         of_width = [t for t, table in enumerate(tables) if table.embedding_dim == width]
-        for its in ([t for t in of_width if layout.owner[t] < 0], [t for t in of_width if layout.owner[t] >= 0]):
-            if its:
-                space = KeySpace(tables, its, list(columns))
-                parts.append(Part(space, layout.owner[space.tables[space.table]]))
+        parts += parts_of(layout, of_width, list(columns))
     made = []
     for device in (CPU, GPU):
         config = table_set_config(
@@ -134,7 +131,8 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, is_known, once
     comes back once, whatever number of ids asks for it."""
     rng = np.random.default_rng(3)
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
-    sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
+    kinds = {1: TableWise(), 3: Replicated()}
+    sharding = {table.name: kinds.get(t % 8, RowWise()) for t, table in enumerate(tables)}
     samples = SHAPES[shape][1]
     both, widths, columns = finders(tables, ranks, sharding)
     most = [find(batch_on(where, ids, offsets, samples))[1] for find, where in zip(both, (CPU, GPU), strict=True)]
@@ -158,11 +156,11 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, is_known, once
             asked = those_asked(bags, features, bound, samples)
             live = torch.cat([piece[:features].sum()[None] for piece in bags.asked.cpu().split(bags.sent)])
             slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
-            rows = torch.from_numpy(rng.standard_normal((sum(bags.back), width))).float()
+            rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * samples, width))).float()
             every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
-            gathered += [asked, torch.tensor([bags.ids, bags.back, bags.grads])]
+            gathered += [asked, torch.tensor([*bags.ids, *bags.back, *bags.grads])]
             rows, scale = bags.gradient(grad.to(device), float(ranks))
             is_slots = bags.ids == bags.grads
             gathered += [rows.cpu()[slots] if is_slots else rows, None if scale is None else scale.cpu()[slots]]

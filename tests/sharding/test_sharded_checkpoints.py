@@ -67,7 +67,7 @@ def test_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer, siz
     expected, _, _ = trains(0, 0, "rows", optimizer, range(12), None, None)
     last = None
     for turn, size in enumerate(sizes):
-        sharding = ("rows", "both", "tables", "chosen")[turn]
+        sharding = ("rows", "all kinds", "tables", "chosen")[turn]
         steps = range(3 * turn, 3 * turn + 3)
         found, extra, _ = run(worlds, size, sharding, optimizer, steps, last, tmp_path / "saved")
         assert extra is None if last is None else extra == {"step": 3 * turn - 1, "rank": 0}

@@ -157,7 +157,7 @@ def test_captured_steps_have_the_bits_of_one_process(with_itself, replayed, shar
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other"])
 def test_captured_steps_learn_how_many_ids_they_request(with_itself, replayed, sharding, ahead):
     compare(MIXED, replayed, sharding=sharding, ahead=ahead, max_ids=None)
 
@@ -176,7 +176,7 @@ def test_steps_that_go_ahead_learn_how_many_rows_come_back(with_itself, max_ids)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other"])
 def test_captured_steps_weigh_samples(with_itself, replayed, sharding, ahead):
     compare(SUMS, replayed, sharding=sharding, ahead=ahead, weighted=True)
 

@@ -45,10 +45,10 @@ def worlds():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
 def test_cuda_every_optimizer(worlds, optimizer):
-    compare(worlds(2), tables_of(), "both", uneven, optimizer=optimizer, capacity=1.0)
+    compare(worlds(2), tables_of(), "all kinds", uneven, optimizer=optimizer, capacity=1.0)
 
 
-@pytest.mark.parametrize("sharding", ["rows", "tables", "both"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "all kinds"])
 @pytest.mark.parametrize("modes", [("mean",), ("sum", "mean", "max")], ids="-".join)
 def test_cuda_every_mode_and_sharding(worlds, sharding, modes):
     tables = tables_of(modes=modes, widths=(4, 6))
@@ -58,10 +58,10 @@ def test_cuda_every_mode_and_sharding(worlds, sharding, modes):
 @pytest.mark.parametrize("capacity", [1, 5, 0.3])
 @pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 def test_cuda_any_capacity(worlds, optimizer, capacity):
-    compare(worlds(3), tables_of(), "both", uneven, optimizer=optimizer, capacity=capacity, steps=6)
+    compare(worlds(3), tables_of(), "all kinds", uneven, optimizer=optimizer, capacity=capacity, steps=6)
 
 
-@pytest.mark.parametrize("sharding", ["rows", "tables"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies"])
 def test_cuda_weighted(worlds, sharding):
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0, "weighted": True}
     compare(worlds(2), tables_of(widths=(4, 8)), sharding, uneven, **keywords)
@@ -80,7 +80,7 @@ def test_cuda_weighted(worlds, sharding):
     ids=lambda keywords: "-".join(map(str, keywords)),
 )
 def test_cuda_every_option(worlds, keywords):
-    compare(worlds(3), tables_of(modes=("sum", "mean")), "both", uneven, capacity=0.5, **keywords)
+    compare(worlds(3), tables_of(modes=("sum", "mean")), "all kinds", uneven, capacity=0.5, **keywords)
 
 
 @pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
@@ -321,5 +321,5 @@ def test_cuda_ranks_on_other_kinds_of_devices_are_refused(worlds):
 
 @pytest.mark.parametrize("kind", ["SGD momentum", "Adam L2", "fused Adam"])
 def test_cuda_state_dicts(worlds, kind):
-    test_sharded_states.test_rank_0_has_the_state_dict_of_one_process(worlds, kind, "both")
+    test_sharded_states.test_rank_0_has_the_state_dict_of_one_process(worlds, kind, "all kinds")
     test_sharded_states.test_what_any_number_of_processes_saved_any_other_goes_on_with(worlds, kind, (2, 3), "rank 0")

@@ -227,7 +227,7 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
 def is_interrupted(rank, size, where):
     """Ctrl-C on rank 1 in the second step, after which it goes on: where ids are about to be sent, where
     gradients are, or have come, or have come and are put into order, or while it waits for the header of another."""
-    model, errors = model_of("both" if where == "order" else "rows", timeout=LONG), []
+    model, errors = model_of("all kinds" if where == "order" else "rows", timeout=LONG), []
     context = model._ranks._context
     gradient, send, received = Request.gradient, Exchange.send, Exchange._received
 

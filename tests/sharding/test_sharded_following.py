@@ -8,12 +8,11 @@ import pytest
 import torch
 from devices import equal
 from pairs import parametrize_pairs
-from sharding.ranks import batch_of, joined, tables_of, uneven
+from sharding.ranks import SHARDINGS, batch_of, joined, tables_of, uneven
 from sharding.test_sharded_failures import told
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.layout import RowWise
 
 TABLES = tables_of(widths=(4, 8), padding=(None, 0))
 KINDS = {
@@ -71,7 +70,7 @@ def follows(rank, size, kind, how, when):
     optimizer = make([dense], **options)
     given = {"class": make, "instance": optimizer, "later": None}[when]
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=1.0, optimizer=given, average=False
+        TABLES, sharding=SHARDINGS["all kinds"], capacity=1.0, optimizer=given, average=False
     )
     if when != "instance":
         model.follow(optimizer)
@@ -121,7 +120,7 @@ def clips(rank, size, norm_type):
     dense = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=1.0, optimizer=optimizer, average=False
+        TABLES, sharding=SHARDINGS["all kinds"], capacity=1.0, optimizer=optimizer, average=False
     )
     ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=uneven)
     model(ids, offsets).backward(upstream)
@@ -149,7 +148,11 @@ def follows_later(rank, size, how):
     """Rank 1 does otherwise than rank 0 when it follows; then all follow as they should, and take a step."""
     kind, options = torch.optim.Adagrad, {"lr": 0.1}
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=1.0, optimizer=None if how == "memory" else kind, average=False
+        TABLES,
+        sharding=SHARDINGS["all kinds"],
+        capacity=1.0,
+        optimizer=None if how == "memory" else kind,
+        average=False,
     )
     dense = torch.nn.Parameter(torch.zeros(1))
     wrong, params = kind([dense], lr=0.1), 1

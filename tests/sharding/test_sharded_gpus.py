@@ -106,7 +106,7 @@ def test_gpus_replay_bags_of_any_length(world, shape, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-@pytest.mark.parametrize("sharding", ["rows", "every other"])
+@pytest.mark.parametrize("sharding", ["rows", "copies", "every other"])
 def test_gpus_learn_how_many_ids_their_steps_request(world, sharding, ahead):
     compare(world, sharding=sharding, ahead=ahead, steps=30, max_ids=None)
 

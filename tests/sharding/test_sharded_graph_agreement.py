@@ -143,7 +143,7 @@ def stand_in(step, patches):
 def runs(rank, size, events, max_ids=40):
     """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
     gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
-    sharding = sharding_of("both", TABLES)
+    sharding = sharding_of("all kinds", TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=max_ids
     )

@@ -53,7 +53,7 @@ def test_a_model_that_any_world_has_saved_goes_on_in_any_other(worlds, tmp_path,
     last = None
     for turn, size in enumerate(sizes):
         found = run(
-            worlds, size, ("both", "tables", "rows")[turn], range(3 * turn, 3 * turn + 3), last, tmp_path / "it"
+            worlds, size, ("all kinds", "tables", "rows")[turn], range(3 * turn, 3 * turn + 3), last, tmp_path / "it"
         )
         last = tmp_path / "it"
     assert found.keys() == expected.keys()

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import equal
-from sharding.ranks import batch_of, joined, step_of, tables_of, uneven
+from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.layout import Layout, RowWise, TableWise
+from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
 
 TABLES = tables_of(widths=(4, 8))
 WIDTH = sum(table.embedding_dim for table in TABLES)
@@ -30,7 +30,7 @@ def model_of(**keywords):
 
 def run_with_scaler(rank, size, bad):
     """Steps of which one has an infinite gradient, on one rank alone."""
-    model, found = model_of(average=False), []
+    model, found = model_of(sharding=SHARDINGS["all kinds"], average=False), []
     scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, growth_interval=1000)
     model.fused_optimizer.attach_grad_scaler(scaler)
     for step in range(4):
@@ -167,7 +167,7 @@ def fills(rank, size, sharding):
     return weights
 
 
-@pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
+@pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated()])
 def test_initial_rows_are_those_of_the_whole_table(worlds, sharding):
     expected = te.TieredEmbeddingBagCollection(FILLED, capacity=0.5).state_dict()
     found = worlds(3).run(fills, sharding)[0]
@@ -237,7 +237,7 @@ def refuses(rank, size):
 def test_what_is_refused(worlds):
     texts = {
         "no table": ("ConfigError", "sharding names 'nobody', of which there is no table"),
-        "no sharding": ("ConfigError", "must be RowWise() or TableWise"),
+        "no sharding": ("ConfigError", "must be RowWise(), TableWise(…) or Replicated(), got 'rows'"),
         "no such rank": ("ConfigError", "rank 9, of 2 ranks"),
         "device": ("UnsupportedError", "meta"),
         "group": ("ConfigError", "rank 1 is none of the group's"),
@@ -301,7 +301,7 @@ def describes_what_nobody_has_chosen(rank, size):
     tables = [te.TableConfig(name=name, num_embeddings=rows, embedding_dim=4) for name, rows in (("a", 1), ("b", 90))]
     of_each, of_some = (
         te.ShardedTieredEmbeddingBagCollection(tables, sharding=given, capacity=0.5, optimizer=te.Adagrad(lr=0.1))
-        for given in (None, {"b": te.RowWise()})
+        for given in (None, {"a": te.Replicated(), "b": te.RowWise()})
     )
     told_of = of_each.describe(), of_some.describe()
     rows = [[part.own_rows for part in map(of_each.layout.part, (0, 1), (rank, rank))] for rank in range(size)]
@@ -318,7 +318,7 @@ def test_rows_of_small_tables_are_dealt_out_unless_one_says_otherwise(worlds):
     (by_default, by_name), rows, weights = worlds(3).run(describes_what_nobody_has_chosen)[0]
     why = "dealt out to 3 ranks, the default: it sends least where bags have one id"
     assert by_default == [f"a: 1 × 4, {why}", f"b: 90 × 4, {why}"]
-    assert by_name == [f"a: 1 × 4, {why}", "b: 90 × 4, dealt out to 3 ranks"]
+    assert by_name == ["a: 1 × 4, replicated on 3 ranks", "b: 90 × 4, dealt out to 3 ranks"]
     assert rows == [[1, 30], [0, 30], [0, 30]]  # a rank may have no row of a table
     assert weights["tables.a.weight"].shape == (1, 4)
 

@@ -39,13 +39,13 @@ MANY = 1500  # more ids than any rank asks another for
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
 def test_every_optimizer(worlds, optimizer):
-    compare(worlds(3), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
+    compare(worlds(3), tables_of(), "all kinds", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
 
 
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_number_of_ranks(worlds, optimizer, size):
-    compare(worlds(size), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
+    compare(worlds(size), tables_of(), "all kinds", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
 
 
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other", "one rank"])
@@ -153,7 +153,7 @@ def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_sai
 def asked_before(rank, size):
     """Whether a step is to be captured as one of at most 24 ids, asked twice; what was said of it, and later."""
     tables = tables_of()
-    model = model_of(tables, "both", max_ids=24)
+    model = model_of(tables, "all kinds", max_ids=24)
     batch = batch_of(tables, 0, rank, samples=most_on_rank_2)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -285,7 +285,7 @@ def test_bounds_that_differ_are_refused(worlds):
 def fails_once(rank, size, kind):
     """Rank 1 fails in the second step; the others are well, and all go on."""
     tables, errors = tables_of(), []
-    model = model_of(tables, "both", max_ids=64)
+    model = model_of(tables, "all kinds", max_ids=64)
     exchange = model._ranks._context.exchange
     for step in range(4):
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=seven)
@@ -324,7 +324,7 @@ def test_a_rank_that_fails_is_told_of_on_all(worlds, kind, error):
 def agrees(rank, size, max_ids, mine, bad):
     """What the ranks agree on, each able to do what `mine` says, before a batch of which rank 1's may be `bad`."""
     tables = tables_of()
-    model = model_of(tables, "both", max_ids=max_ids)
+    model = model_of(tables, "all kinds", max_ids=max_ids)
     ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=uneven)
     if bad and rank == 1:
         ids = torch.full_like(torch.cat([ids, ids.new_zeros(1)]), 50)
@@ -360,7 +360,7 @@ def test_a_wrong_id_is_told_of_before_a_replay_on_all_ranks(worlds):
 
 def counts_rows(rank, size, counts):
     """What the ranks agree on, and how many rows come back, as each has counted more."""
-    model = model_of(tables_of(), "both", max_ids=64)
+    model = model_of(tables_of(), "all kinds", max_ids=64)
     context, found = model._ranks._context, []
     for each in counts:
         context.most_rows = each[rank]
@@ -377,7 +377,7 @@ def test_room_for_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
 
 def runs_other_steps(rank, size, which):
     """Each rank runs one of its steps, by number; then all run the same. What is told."""
-    model = model_of(tables_of(), "both", max_ids=64)
+    model = model_of(tables_of(), "all kinds", max_ids=64)
     agreement, found = model.agreement, []
     numbers = [agreement.begin_step() for _ in range(3)]
     found.append(told(agreement.agree, 1, step=numbers[which[rank]]))
@@ -398,7 +398,7 @@ def test_ranks_that_run_different_steps_are_told_so(worlds):
 def does_not_agree(rank, size):
     """Rank 0 runs eagerly where the others are about to replay."""
     tables = tables_of()
-    model = model_of(tables, "both", max_ids=64)
+    model = model_of(tables, "all kinds", max_ids=64)
     ids, offsets, *_ = batch_of(tables, 0, rank, samples=seven)
     return told(model, ids, offsets) if rank == 0 else told(model.agreement.agree, 1)
 
@@ -414,7 +414,7 @@ def captures(rank, size, fails, ahead):
     """As in a capture, of which nothing runs on a GPU: what is looked up, and what ends it. Then a step as usual. Where
     it goes `ahead`, what it looks up was planned before, and is computed again."""
     tables = tables_of()
-    model = model_of(tables, "both", max_ids=64)
+    model = model_of(tables, "all kinds", max_ids=64)
     ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=seven)
     agreement, errors = model.agreement, []
     now = [(ids, offsets)]

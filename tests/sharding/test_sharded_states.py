@@ -130,7 +130,7 @@ def assert_same(found, expected, at=""):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sharding", ["rows", "both"])
+@pytest.mark.parametrize("sharding", ["rows", "all kinds"])
 def test_rank_0_has_the_state_dict_of_one_process(worlds, kind, sharding):
     (expected,) = run(worlds, 0, kind, sharding, range(6))
     first, *others = run(worlds, WORLD, kind, sharding, range(6))
@@ -178,8 +178,8 @@ def refuses(rank, size, kind, state):
 )
 def test_what_any_number_of_processes_saved_any_other_goes_on_with(worlds, kind, sizes, where):
     first, later = sizes
-    (expected,) = run(worlds, 0, kind, "both", range(8))
-    state = run(worlds, first, kind, "both", range(4))[0]
+    (expected,) = run(worlds, 0, kind, "all kinds", range(8))
+    state = run(worlds, first, kind, "all kinds", range(4))[0]
     assert_same(run(worlds, later, kind, "rows", range(4, 8), state, where)[0], expected)
 
 

@@ -21,9 +21,8 @@ ID, ROW = 8, 4 * WIDTH  # bytes
 IDS, OFFSETS = [[0, 1, 3, 3, 5], [2, 4, 7, 7, 7]], [0, 2, 2, 5]  # of two ranks, which own even and odd ids
 
 
-def built(*, whole=False, mode="sum", **keywords):
+def built(*, sharding=None, mode="sum", **keywords):
     table = te.TableConfig(name="t", num_embeddings=10, embedding_dim=WIDTH, mode=mode)
-    sharding = te.TableWise(rank=1) if whole else te.RowWise()
     keywords = {"max_ids": MAX_IDS, "optimizer": te.Adagrad(lr=0.1)} | keywords
     return te.ShardedTieredEmbeddingBagCollection([table], sharding=sharding, capacity=1.0, **keywords)
 
@@ -93,13 +92,22 @@ def test_without_max_ids_the_fullest_block_counts(worlds):
 def test_tables_held_whole_send_bags(worlds):
     """Rank 1 has them: rank 0 sends it the lengths of its bags, and their gradients."""
     ids = (1 + MAX_IDS) * ID
-    check(worlds(2), [(ids + SAMPLES * ID, 0, SAMPLES * ROW), (ids, SAMPLES * ROW, 0)], whole=True)
+    check(worlds(2), [(ids + SAMPLES * ID, 0, SAMPLES * ROW), (ids, SAMPLES * ROW, 0)], sharding=te.TableWise(rank=1))
 
 
 def test_weights_count_as_ids_and_what_their_gradient_takes_as_rows(worlds):
     ids, all_rows = (1 + MAX_IDS) * ID + MAX_IDS * 4, MAX_IDS * ROW
     expected = [(ids + SAMPLES * ID, all_rows, SAMPLES * ROW), (ids, SAMPLES * ROW + all_rows, 0)]
-    check(worlds(2), expected, whole=True, weighted=True, for_weights=all_rows)
+    check(worlds(2), expected, sharding=te.TableWise(rank=1), weighted=True, for_weights=all_rows)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tables_that_all_hold_send_no_rows(worlds, size, weighted):
+    """A rank sends the others its ids, the lengths of its bags, and their gradients; nothing comes back."""
+    ids = (1 + MAX_IDS + SAMPLES) * ID + MAX_IDS * 4 * weighted
+    expected = [((size - 1) * ids, 0, (size - 1) * SAMPLES * ROW)] * size
+    check(worlds(size), expected, sharding=te.Replicated(), weighted=weighted)
 
 
 def test_stats_add_up_whichever_tables_they_are_of():

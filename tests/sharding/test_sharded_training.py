@@ -29,16 +29,16 @@ def compare(world, tables, sharding, samples, *, weighted=False, steps=STEPS, sh
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
 def test_every_optimizer(worlds, optimizer):
-    compare(worlds(3), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0)
+    compare(worlds(3), tables_of(), "all kinds", seven, optimizer=optimizer, capacity=1.0)
 
 
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_any_number_of_ranks(worlds, optimizer, size):
-    compare(worlds(size), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0)
+    compare(worlds(size), tables_of(), "all kinds", seven, optimizer=optimizer, capacity=1.0)
 
 
-@pytest.mark.parametrize("sharding", ["rows", "tables", "chosen"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "chosen"])
 @pytest.mark.parametrize("modes", [("sum",), ("mean",), ("max",), ("sum", "mean", "max")], ids="-".join)
 def test_every_mode_and_sharding(worlds, sharding, modes):
     tables = tables_of(modes=modes, widths=(4, 8))
@@ -48,11 +48,11 @@ def test_every_mode_and_sharding(worlds, sharding, modes):
 @pytest.mark.parametrize("capacity", [1, 5, 0.3, 1.0])
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_capacity(worlds, size, capacity):
-    compare(worlds(size), tables_of(), "both", uneven, optimizer=te.Adam(lr=0.05), capacity=capacity, steps=6)
+    compare(worlds(size), tables_of(), "all kinds", uneven, optimizer=te.Adam(lr=0.05), capacity=capacity, steps=6)
 
 
 @pytest.mark.parametrize("modes", [("sum",)])
-@pytest.mark.parametrize("sharding", ["rows", "tables"])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "copies"])
 def test_weighted(worlds, sharding, modes):
     compare(
         worlds(2), tables_of(modes=modes), sharding, uneven, optimizer=te.Adagrad(lr=0.1), capacity=1.0, weighted=True
@@ -74,4 +74,4 @@ def test_weighted(worlds, sharding, modes):
     ids=lambda keywords: "-".join(map(str, keywords)),
 )
 def test_every_option(worlds, keywords):
-    compare(worlds(3), tables_of(modes=("sum", "mean")), "both", uneven, capacity=0.5, **keywords)
+    compare(worlds(3), tables_of(modes=("sum", "mean")), "all kinds", uneven, capacity=0.5, **keywords)

@@ -37,21 +37,21 @@ def test_bags_of_any_lengths(worlds, size, shape):
     compare(worlds(size), tables, "tables", uneven, optimizer=te.Adagrad(lr=0.1), capacity=0.5, shape=shape)
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 @pytest.mark.parametrize("capacity", [1, 1.0])
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 def test_both_kinds_of_tables_of_all_modes_in_two_widths(worlds, optimizer, capacity, sharding):
     compare(worlds(3), MIXED, sharding, uneven, optimizer=optimizer, capacity=capacity, shape="some equal")
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 def test_tables_of_several_features(worlds, sharding):
     compare(worlds(2), SHARED, sharding, uneven, optimizer=te.Adagrad(lr=0.1), capacity=0.5, shape="some equal")
 
 
 @parametrize_pairs(
     options=[{}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}],
-    sharding=["tables", "every other"],
+    sharding=["tables", "copies", "every other"],
     weighted=["constant", True],
 )
 def test_weights_of_samples(worlds, options, sharding, weighted):
@@ -60,7 +60,7 @@ def test_weights_of_samples(worlds, options, sharding, weighted):
     compare(worlds(3), tables, sharding, uneven, weighted=weighted, **keywords)
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -175,7 +175,7 @@ def averages(rank, size, sharding):
     return weights
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 def test_gradients_are_divided_by_the_ranks(worlds, sharding):
     model = te.TieredEmbeddingBagCollection(MIXED, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     for step in range(2):
@@ -197,7 +197,7 @@ def accumulates(rank, size, sharding):
     return weights
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 def test_several_forwards_are_one_update(worlds, sharding):
     model = te.TieredEmbeddingBagCollection(MIXED, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     with model.accumulate():
@@ -232,7 +232,7 @@ def follows(rank, size, sharding):
     return weights
 
 
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize("sharding", ["tables", "copies", "every other"])
 def test_gradients_that_wait_for_a_step_are_scaled(worlds, sharding):
     model = te.TieredEmbeddingBagCollection(MIXED, optimizer=torch.optim.Adagrad, capacity=1.0)
     batches = [

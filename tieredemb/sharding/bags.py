@@ -1,7 +1,8 @@
 """The side of a lookup where the bags are, on either device: what they ask whom for, and what becomes of it.
 
 Of a table that is dealt out rows come back, of an id that occurs several times once, and each occurrence is pooled from
-there; of one that a rank holds whole, pooled bags.
+there; of one that a rank holds whole, pooled bags. One that all ranks hold is asked for as if there were one rank, and
+what that is sent goes to all of them, so that each can update its rows; each pools its own bags itself.
 
 An id goes for every occurrence, as the owner trains and scores each. That of an occurrence which is not the first of
 its row is inverted, so that the message says by itself which rows are asked for.
@@ -19,6 +20,7 @@ import torch
 
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.sharding.header import Bound, Most
+from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -31,17 +33,42 @@ NO_KEY = -2  # −1 is that of what is not looked up
 @dataclass(frozen=True, eq=False)
 class Part:
     """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
-    each feature the rank that holds its table whole; −1 where all are dealt out · `sends_padding`: whether owners
-    are sent the ids of padding, too, whose rows they scale, and which add nothing to bags."""
+    each feature the rank that holds its table whole; −1 where all are dealt out · `ranks`: how many ranks are sent
+    something else each, and as many times the same, `copies`: one rank, the owner of all, stands for all of them where
+    each holds the tables · `sends_padding`: whether owners are sent the ids of padding, too, whose rows they scale, and
+    which add nothing to bags."""
 
     space: KeySpace
     owner: Array
-    sends_padding: bool = False
+    ranks: int
+    copies: int
+    sends_padding: bool
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether each of the tables is held by one rank."""
+        """Whether each of the tables is held whole, by one rank or by all."""
         return bool((self.owner >= 0).all())
+
+    @functools.cached_property
+    def by_rank(self) -> Array:
+        """Of whole tables the features by the ranks that hold them, int64 (F,)."""
+        return np.argsort(self.owner, kind="stable")
+
+    @functools.cached_property
+    def held(self) -> list[int]:
+        """And how many each of the `ranks` has."""
+        its: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
+        return its
+
+    def bags_of(self, samples: int) -> tuple[list[int], list[int]]:
+        """Of whole tables and so many samples the `back` and the `grads` of `Bags`."""
+        bags = [features * samples for features in self.held] * self.copies
+        return bags if self.copies == 1 else [], bags
+
+    def held_by(self, rank: int) -> Array:
+        """Which features' bags a rank pools, bool (F,)."""
+        its: Array = (self.owner == rank) | (self.copies > 1)
+        return its
 
     @functools.cached_property
     def padding_keys(self) -> Array:
@@ -50,12 +77,29 @@ class Part:
         return padding if self.sends_padding else np.full_like(padding, NO_KEY)
 
 
+def parts_of(
+    layout: Layout, tables: Sequence[int], columns: Sequence[int], *, sends_padding: bool = False
+) -> list[Part]:
+    """Those of the `tables` of one width: those that are dealt out, those that one rank holds, and those that all hold,
+    as far as there are any. `columns`: see `KeySpace`."""
+    parts = []
+    for kind in (DEALT_OUT, 0, REPLICATED):
+        its = [t for t in tables if min(layout.owner[t], 0) == kind]
+        if its:
+            space = KeySpace(layout.tables, its, columns)
+            owner, copies = layout.owner[space.tables[space.table]], 1
+            if kind == REPLICATED:
+                owner, copies = np.zeros_like(owner), layout.size
+            parts.append(Part(space, owner, layout.size // copies, copies, sends_padding))
+    return parts
+
+
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device. Once they are padded (`pad`):
 
     `asked`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent, `ids`: how many ids
     among these · `back`: how many rows come back from each, (·, D), or of whole tables one of each bag, by feature and
-    sample · `grads`: how many gradients each is sent: one of each id, or of each bag.
+    sample; empty where nothing travels back · `grads`: how many gradients each is sent: one of each id, or of each bag.
     """
 
     asked: torch.Tensor

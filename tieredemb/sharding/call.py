@@ -4,7 +4,8 @@ Forward: ids go to the ranks that own their rows, which look them up. Of tables 
 back, and are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is
 sent, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
 pooled bag, goes to the owner, which updates its rows as one process would that has the batches of all ranks, one after
-the other.
+the other. Tables that all ranks hold have all ranks for owners: ids and gradients go to each, and bags stay where they
+are pooled.
 
 Gradients travel uncombined, of a row one for each occurrence: an owner adds up those of all ranks in one order, and
 sums of a rank's own would change their bits. Of single rows a scale of an occurrence (a weight, or a mean's share)
@@ -436,7 +437,9 @@ class ShardedCall:
         exchange, kept, asks = self.context.exchange, [], self._asks
         mine = asks[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
-            if rows is not None:
+            if rows is not None and not part.answer:
+                kept.append((bags, exchange.sending(rows, [], [])))
+            elif rows is not None:
                 pieces = rows.split(part.order)
                 rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
                 sent = [n * is_asked for n, is_asked in zip(part.order, asks, strict=True)]

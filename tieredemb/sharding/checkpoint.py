@@ -23,7 +23,7 @@ from tieredemb.errors import CheckpointError, shown
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.sharding.agreed import Announce, agreed
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.layout import REPLICATED, Layout
 from tieredemb.sharding.shard import Shard
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
@@ -70,10 +70,10 @@ class OwnKeys:
         return self.space.rows
 
     def _parts(self) -> list[TablePart]:
-        return [self.layout.part(int(t), self.rank) for t in self.space.tables]
+        return [self.layout.saved_part(int(t), self.rank) for t in self.space.tables]
 
     def holds(self, keys: Array) -> Array:
-        """See `KeyPart`."""
+        """See `KeyPart`: of those that are saved here."""
         table = np.searchsorted(self.start, keys, side="right") - 1
         rows = np.array([part.own_rows for part in self._parts()])
         found: Array = keys - self.start[table] < rows[table]
@@ -91,7 +91,7 @@ class OwnKeys:
         """See `KeyPart`."""
         table = np.searchsorted(self.space.start, keys, side="right") - 1
         rows, number = keys - self.space.start[table], self.space.tables[table]
-        mine = self.layout.owners(number, rows) == self.rank
+        mine = np.isin(self.layout.owners(number, rows), (self.rank, REPLICATED))
         return mine, self.start[table[mine]] + self.layout.local(number[mine], rows[mine])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from tieredemb.config import (
     plain,
     without_functions,
 )
-from tieredemb.errors import ConfigError, StorageFormatError, UnsupportedError, shown
+from tieredemb.errors import ConfigError, StorageFormatError, UncleanFileError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import Places
@@ -40,7 +41,7 @@ from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.call_context import ShardedCallContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder
-from tieredemb.sharding.layout import Layout, Sharding
+from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
@@ -53,6 +54,7 @@ from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import BackwardPass, inside_backward
 from tieredemb.storage.base import Storage
+from tieredemb.storage.file.tier import File
 from tieredemb.tables.config import TableSetConfig, table_set_config
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import row_layout, slot_bytes
@@ -72,17 +74,17 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     Rows are bit for bit those of one process that trains the batches of all ranks as one, rank by rank, given equal
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
-    `DeviceMesh` · `sharding`: by the names of tables `RowWise()`, the default, or `TableWise()`, or one for all. Of
-    the former a row travels for each different id of a rank's batch, and back a gradient for each occurrence, of the
-    latter pooled bags and their gradients · `capacity`: of each rank · `average`: whether gradients of the
-    tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `max_ids`:
-    how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
-    held whole apart. Exchanges are padded to it; for a batch of more the ranks agree on a larger size, to the same
-    bits, and a warning says how many ids there are. None: the ranks agree on a size for each batch, on GPUs for each
-    number of samples, and for captured steps (`graph_step`) on that of their largest batch so far · `device`: of this
-    rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`:
-    how long a rank waits for another, already while it constructs the collection, and before that for its own GPU; by
-    default as long as torch does.
+    `DeviceMesh` · `sharding`: by the names of tables `RowWise()`, the default, `TableWise()` or `Replicated()`, or one
+    for all. Of the first a row travels for each different id of a rank's batch, and back a gradient for each
+    occurrence, of the second pooled bags and their gradients, of the third gradients of bags alone, to all ranks ·
+    `capacity`: of each rank · `average`: whether gradients of the tables are divided by the number of ranks, as
+    `DistributedDataParallel` does those of the dense layers · `max_ids`: how many ids a rank asks another for at most,
+    in tables of one width and one kind of sharding. Exchanges are padded to it; for a batch of more the ranks agree on
+    a larger size, to the same bits, and a warning says how many ids there are. None: the ranks agree on a size for each
+    batch, on GPUs for each number of samples, and for captured steps (`graph_step`) on that of their largest batch so
+    far · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
+    on GPUs · `timeout`: how long a rank waits for another, already while it constructs the collection, and before that
+    for its own GPU; by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
@@ -131,6 +133,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         exchange = Exchange(group, timeout)
         held: list[Held] = []
         given: dict[str, str] = {}
+        copied: dict[str, str] = {}
         settings: dict[str, Any] = {
             "policy": policy, "storage": storage, "optimizer": optimizer, "seed": seed, "dtype": dtype,
             "device": device, "check_ids": check_ids, "rounding": rounding,
@@ -158,6 +161,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 held.append(Held(range(len(config.tables)), config, options, _class_of(optimizer), self._over_ranks))
             else:
                 self._make_shards(held, exchange, plain_config, settings, options)
+                copied.update(self._copied_rows(held))
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
@@ -167,7 +171,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         try:
             # before a file is opened: ranks that are to build different tables must not change any
             config, options, most = agreed(lambda failed: exchange.agree_to_construct(failed, given), check)
-            agreed(exchange.end_construction, build)
+            agreed(lambda failed: exchange.end_construction(failed, copied), build)
             for each in held:
                 each.engine.tables.filled()
             exchange.check_device(config.device)
@@ -220,7 +224,10 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         ]
         labels = [f"width{width}-rank{rank}of{self.layout.size}" for width in widths]
         fills = any(callable(table.init) for each in own for table in each)
-        with self._known_sharding(), config.storage.opening(labels, fills=fills, gather=exchange.of_all) as rows:
+        storage = config.storage
+        if isinstance(storage, File) and self._replicated:
+            storage = replace(storage, recover=False)
+        with self._known_sharding(), storage.opening(labels, fills=fills, gather=exchange.of_all) as rows:
             for each, label, held, share in zip(members, labels, own, shares(config.capacity, sharers), strict=True):
                 its_config = table_set_config(
                     held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
@@ -234,9 +241,17 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     @contextlib.contextmanager
     def _known_sharding(self) -> Iterator[None]:
-        """Says of row files of other tables that they may be those of another sharding, where it was left out."""
+        """Says of row files of other tables that they may be those of another sharding, where it was left out; and of
+        those that were not closed why they are refused."""
         try:
             yield
+        except UncleanFileError as error:
+            if not self._replicated:
+                raise
+            raise UncleanFileError(
+                f"{error}. Every rank has a copy of {', '.join(map(repr, self._replicated.values()))}, of which each "
+                f"may lack other updates: so recover=True is refused with Replicated(), and fresh=True is left"
+            ) from error
         except StorageFormatError as error:
             if self.layout.size == 1 or not any(self.layout.is_default):
                 raise
@@ -244,6 +259,23 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 f"{error}. Rows of all tables are dealt out, the default; if the files were written with other "
                 f"sharding=, pass that (earlier versions held tables of less than 1 MiB whole: TableWise())"
             ) from error
+
+    @property
+    def _replicated(self) -> dict[int, str]:
+        """The tables that every rank holds: their names by their numbers."""
+        return {t: table.name for t, table in enumerate(self.table_configs) if self.layout.owner[t] == REPLICATED}
+
+    def _copied_rows(self, held: Sequence[Held]) -> dict[str, str]:
+        """What the copies of tables here begin with, to be equal on all ranks."""
+        found = {}
+        for t, name in self._replicated.items():
+            tables, number = next((each.engine.tables, each.tables.index(t)) for each in held if t in each.tables)
+            begins = "new rows" if tables.is_new(number) else "the rows of a file"
+            if tables.is_new(number) and callable(self.table_configs[t].init):
+                filled = tables.weight(number).view(torch.uint8).numpy()
+                begins = f"rows of CRC-32 {crc32(filled.data):#x}, by an init that is to draw from its generator alone"
+            found[f"what the copy of table {name!r} begins with"] = begins
+        return found
 
     def _make_hook(self) -> torch.Tensor:
         with no_inference():
@@ -408,11 +440,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         """Who holds what, and why where nobody has said so: a line a table."""
         lines = []
         for t, table in enumerate(self.table_configs):
-            owner = int(self.layout.owner[t])
-            is_dealt_out = owner < 0 and self.layout.size > 1
-            held = f"dealt out to {self.layout.size} ranks" if is_dealt_out else f"whole on rank {max(owner, 0)}"
-            if is_dealt_out and self.layout.is_default[t]:
-                held += ", the default: it sends least where bags have one id"
+            owner, size = int(self.layout.owner[t]), self.layout.size
+            held = f"whole on rank {max(owner, 0)}"
+            if owner == REPLICATED and size > 1:
+                held = f"replicated on {size} ranks"
+            elif owner == DEALT_OUT and size > 1:
+                held = f"dealt out to {size} ranks"
+                if self.layout.is_default[t]:
+                    held += ", the default: it sends least where bags have one id"
             lines.append(f"{table.name}: {table.num_embeddings} × {table.embedding_dim}, {held}")
         return lines
 

@@ -111,7 +111,7 @@ class ShardedContext:
         known = self._learned or (1,) * len(most)
         self._learned = tuple(
             bound if each.ids <= bound or each.ids > largest else min(with_room(each.ids), largest)
-            for bound, each, largest in zip(known, most, self._largest, strict=True)
+            for bound, each, largest in zip(known, most, self.largest, strict=True)
         )
 
     def note_rows(self, most: Sequence[Most]) -> None:
@@ -192,7 +192,7 @@ class ShardedContext:
     def check_room(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
         ranks, widths = self.exchange.size, (shard.space.width for shard in self.shards for _ in shard.parts)
-        for bound, most, width in zip(bounds, self._largest, widths, strict=True):
+        for bound, most, width in zip(bounds, self.largest, widths, strict=True):
             if bound.ids > most:
                 raise InvalidInputError(
                     f"a rank requests {bound.ids} ids of another in the tables of width {width}; {ranks} ranks may "
@@ -200,9 +200,12 @@ class ShardedContext:
                 )
 
     @property
-    def _largest(self) -> list[int]:
+    def largest(self) -> list[int]:
         """Of each part, how many ids of a rank an owner can plan at most."""
-        of_shards = [min(MOST_ENTRIES, MAX_BAGS // len(shard.space.features)) for shard in self.shards]
+        of_shards = [
+            min(2 * MOST_ENTRIES // max(2, len(shard.parts)), MAX_BAGS // len(shard.space.features))
+            for shard in self.shards
+        ]
         ranks = self.exchange.size
         return [most // ranks for most, shard in zip(of_shards, self.shards, strict=True) for _ in shard.parts]
 

@@ -284,9 +284,9 @@ class Exchange:
         `PeerError` where one has ended meanwhile."""
         self._construct(Stage.CHECKED, error, what)
 
-    def end_construction(self, error: Exception | None) -> None:
+    def end_construction(self, error: Exception | None, what: dict[str, str]) -> None:
         """The same once all have built what they hold."""
-        self._construct(Stage.BUILT, error, {})
+        self._construct(Stage.BUILT, error, what)
         self._construction = None
 
     def _construct(self, stage: Stage, error: Exception | None, what: dict[str, str]) -> None:
@@ -335,7 +335,10 @@ class Exchange:
     def sending(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Sending:
         """What is to be sent of `values` (N, …): the first `sent[0]` rows to rank 0, the next to rank 1, …; and room
         for as many as each sends, `received`. Who makes it before all agree to send does not find memory short while
-        others wait. From a GPU without NCCL it waits for what it sends."""
+        others wait. From a GPU without NCCL it waits for what it sends. Where `sent` is empty, as it is on all ranks
+        then, the values stay here."""
+        if not sent:
+            return Sending(values, [], [], values, values)
         return self.sending_to(self.room(values, received), values, sent, received)
 
     def sending_to(
@@ -350,6 +353,8 @@ class Exchange:
         """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
         NCCL the current stream waits for them, and not the host. `kind`: what it counts as, if it does."""
         given, sent, received, came, out = sending
+        if not sent:
+            return out
         with _Answered(self, Phase.ROWS):
             dist.all_to_all_single(came, given, received, sent, group=self.group)
         if kind:

@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, Most, most_in
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, each_asked, message
+from tieredemb.sharding.padding import Padding, copied, each_asked, message
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -61,18 +61,17 @@ CELLS = 2  # of an occurrence, to find the first of each row in
 
 
 class GpuPart:
-    """What bags of one part have in common: the key `space` of its rows, as batches name them, who owns these, and the
+    """What bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
     kernels that pool rows which lie as they have come. `columns`: int64 (F·D,), those of the outputs that bags of whole
-    tables come back for, by rank and feature · `by_rank`: int64 (F,), the features by the ranks that hold their tables,
-    and how many each has `held`."""
+    tables come back for, by rank and feature · `by_rank`: int64 (F,), see `Part`."""
 
-    def __init__(self, layout: Layout, part: Part, config: TableSetConfig) -> None:
+    def __init__(self, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
+        self.part = part
         self.space = DeviceKeySpace(space, [-1] * len(space), device)
         row = RowFormat(width=space.width, dtype=config.dtype)
         self.lookup = DeviceLookup(self.space, row, None, config.output_dtype)
-        self.width, self.ranks, self.is_whole, self.owner = space.width, layout.size, part.is_whole, part.owner
-        self.sends_padding = part.sends_padding
+        self.width, self.ranks, self.is_whole, self.owner = space.width, part.ranks, part.is_whole, part.owner
         tables = space.tables[space.table]
 
         def upload(array: np.ndarray) -> torch.Tensor:
@@ -80,16 +79,14 @@ class GpuPart:
 
         self._padding_keys = upload(part.padding_keys)
         self._dealt = struct_type(OWNERS, "Dealt")(
-            first=upload(space.first), table=upload(tables), owner=upload(layout.owner[tables]),
-            ranks=layout.size,
+            first=upload(space.first), table=upload(tables), owner=upload(part.owner), ranks=part.ranks,
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
         self._lanes, self._vector = floats.lanes, floats.vector
         self._columns_fit = not (space.column % self._vector).any()
-        by_rank = space.column[np.argsort(part.owner, kind="stable")]
+        by_rank = space.column[part.by_rank]
         self.columns = upload((by_rank[:, None] + np.arange(space.width)).ravel())
-        self.by_rank = upload(np.argsort(part.owner, kind="stable"))
-        self.held = np.bincount(part.owner[part.owner >= 0], minlength=layout.size).tolist()
+        self.by_rank = upload(part.by_rank)
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
@@ -114,13 +111,13 @@ class GpuPart:
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
             bags, words.ids, words.edges, space, words.fault, words.report, places,
-            padding_is_dropped=not self.sends_padding,
+            padding_is_dropped=not self.part.sends_padding,
         )  # fmt: skip
         return bags
 
     def read(self, bags: DeviceBags) -> torch.Tensor:
         """Which of the rows that have come each occurrence reads, int32 (N,): of padding none."""
-        if not self.sends_padding:
+        if not self.part.sends_padding:
             return bags.homes
         feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
         return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)
@@ -254,11 +251,12 @@ class GpuBags:
 
     def _pad_each(self, bound: Bound) -> None:
         """The same, where a row comes back for each id, or none does."""
-        counts = self._counts[:, : len(self._part.owner)]
+        part = self._part.part
+        counts = self._counts[: part.ranks, : len(part.owner)]
         padding = Padding(counts.sum(1), bound.ids)
         padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
-        self.ids = self.grads = self.back = [bound.ids] * self._part.ranks
+        self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
         self._send(counts, padding.pad(each_asked(self._rows_asked)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
@@ -343,7 +341,7 @@ class GpuBags:
 
 
 class GpuWholeBags(GpuBags):
-    """See `Bags`: of tables that one rank holds each. Padding stays here, unless its row is to be scaled: a bag is as
+    """See `Bags`: of tables that are held whole. Padding stays here, unless its row is to be scaled: a bag is as
     long as it has ids to look up."""
 
     def __init__(
@@ -366,15 +364,17 @@ class GpuWholeBags(GpuBags):
         self._lengths.mul_(is_good)
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        held = self._part.held
-        self.back = self.grads = [features * self._bags.batch for features in held]
-        self.asked, self.sent = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), held)
+        part = self._part.part
+        self.back, self.grads = part.bags_of(self._bags.batch)
+        found = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), part.held)
+        self.asked, self.sent = found.copied(part.copies)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
         if not self._bags.homes.shape[0]:
-            return given.new_zeros(self._order.shape[0])
-        return (given if self._bags.position is None else given[self._bags.position])[self._order]
+            return given.new_zeros(sum(self.ids))
+        its = (given if self._bags.position is None else given[self._bags.position])[self._order]
+        return copied(its, self._part.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         with on_device(every.device):
@@ -393,7 +393,7 @@ class GpuWholeBags(GpuBags):
         rows = grad.index_select(1, self._part.columns).view(self._bags.batch, features, width).transpose(0, 1)
         if share != 1.0:  # by a tensor, as a number would be inverted first
             rows = rows / torch.full((1,), share, dtype=torch.float32, device=grad.device)
-        return rows.reshape(features * self._bags.batch, width), None
+        return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._lengths]
@@ -409,7 +409,7 @@ class GpuFinder:
     def __init__(self, layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> None:
         self._device = config.device
         with no_inference(), torch.cuda.device(config.device):
-            self._parts = [GpuPart(layout, part, config) for part in parts]
+            self._parts = [GpuPart(part, config) for part in parts]
         self._columns = [2 * len(part.space.features) for part in parts]
         self._spans = [*itertools.pairwise([0, *itertools.accumulate(self._columns)])]
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]

@@ -41,9 +41,7 @@ class HostFinder:
     def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
         edges = edges_of(batch)
         found = [
-            HostWholeBags(part, self._layout.size, batch, edges)
-            if part.is_whole
-            else HostBags(part, self._layout, batch, edges)
+            HostWholeBags(part, batch, edges) if part.is_whole else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
         return found, most_in([bags.counts for bags in found])

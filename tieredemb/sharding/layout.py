@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,12 +44,25 @@ class TableWise:
             raise ConfigError(f"rank must be an integer of 0 or more, got {shown(self.rank)}")
 
 
-Sharding = RowWise | TableWise
+@by_name
+@dataclass(frozen=True)
+class Replicated:
+    """A table is held whole by every rank, which looks its own bags up without the others: a lookup exchanges ids, and
+    neither rows nor pooled bags. In backward each rank sends the gradients of its bags to all others, and updates its
+    copy as one process would that has the batches of all ranks: the copies stay equal bit for bit. For small tables, as
+    each rank has all of the rows, their optimizer state, and the work of all updates.
+
+    >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.Replicated()}
+    """
+
+
+Sharding = RowWise | TableWise | Replicated
+DEALT_OUT, REPLICATED = -1, -2  # in the place of an owner, of tables that no rank holds alone
 
 
 class Layout:
-    """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that holds
-    it whole, or −1 where its rows are dealt out · `is_default`: of each table, whether nobody has said how."""
+    """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that alone
+    holds it whole, or `DEALT_OUT` or `REPLICATED` · `is_default`: of each table, whether nobody has said how."""
 
     def __init__(
         self, tables: Sequence[TableConfig], size: int, sharding: Mapping[str, Sharding] | Sharding | None = None
@@ -61,11 +74,12 @@ class Layout:
         self.is_default = [each is None for each in given]
         self.sharding = [_checked(*each) for each in zip(self.tables, given, strict=True)]
         _check_names(self.tables, sharding)
-        self.owner = np.full(len(self.tables), -1, np.int64)
+        self.owner = np.full(len(self.tables), DEALT_OUT, np.int64)
         lookups = np.zeros(size, np.int64)
         for t in sorted(range(len(self.tables)), key=lambda t: -len(self.tables[t].features)):
             kind, table = self.sharding[t], self.tables[t]
-            if isinstance(kind, RowWise):
+            if not isinstance(kind, TableWise):
+                self.owner[t] = REPLICATED if isinstance(kind, Replicated) else DEALT_OUT
                 continue
             if kind.rank is not None and kind.rank >= size:
                 raise ConfigError(
@@ -78,25 +92,32 @@ class Layout:
     def part(self, table: int, rank: int) -> TablePart:
         """What of a table a rank holds."""
         rows = self.tables[table].num_embeddings
-        if self.owner[table] < 0:
+        if self.owner[table] == DEALT_OUT:
             return TablePart(table, (rank - table) % self.size, self.size, rows)
-        return TablePart(table, 0 if self.owner[table] == rank else rows, 1, rows)
+        return TablePart(table, 0 if self.owner[table] in (rank, REPLICATED) else rows, 1, rows)
+
+    def saved_part(self, table: int, rank: int) -> TablePart:
+        """What of a table a rank saves, and is counted for: of one that all hold rank 0 everything, others nothing."""
+        part = self.part(table, rank)
+        return replace(part, first=part.rows) if rank and self.owner[table] == REPLICATED else part
 
     def owners(self, tables: Array, ids: Array) -> Array:
-        """The ranks that own rows, int64 (N,): `ids` of `tables`, both int64 (N,)."""
-        whole = self.owner[tables]
-        return np.where(whole < 0, (ids + tables) % self.size, whole)
+        """The ranks that own rows, or `REPLICATED`, int64 (N,): `ids` of `tables`, both int64 (N,)."""
+        owner = self.owner[tables]
+        return np.where(owner == DEALT_OUT, (ids + tables) % self.size, owner)
 
     def local(self, tables: Array, ids: Array) -> Array:
-        """The numbers of such rows among those that their owner holds of a table, int64 (N,)."""
-        return np.where(self.owner[tables] < 0, ids // self.size, ids)
+        """The numbers of such rows among those that a rank holds of a table, int64 (N,)."""
+        return np.where(self.owner[tables] == DEALT_OUT, ids // self.size, ids)
 
 
 def _checked(table: TableConfig, given: Sharding | None) -> Sharding:
     if given is None:
         return RowWise()
-    if not isinstance(given, (RowWise, TableWise)):
-        raise ConfigError(f"sharding of table {table.name!r} must be RowWise() or TableWise(…), got {shown(given)}")
+    if not isinstance(given, Sharding):
+        raise ConfigError(
+            f"sharding of table {table.name!r} must be RowWise(), TableWise(…) or Replicated(), got {shown(given)}"
+        )
     return given
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of both kinds of tables
+MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of all parts, of which there mostly are two at most
 
 
 class Padding:
@@ -78,6 +78,15 @@ class Message(NamedTuple):
 
     values: torch.Tensor
     sizes: list[int]
+
+    def copied(self, times: int) -> Message:
+        """That to so many times the ranks."""
+        return Message(copied(self.values, times), self.sizes * times)
+
+
+def copied(values: torch.Tensor, times: int) -> torch.Tensor:
+    """So many times the `values`, (K, …), one after the other."""
+    return values.expand(times, *values.shape).flatten(0, 1)
 
 
 def message(

@@ -32,7 +32,6 @@ from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.header import Bound, Bounds, Most
-from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.stats import IDS
 from tieredemb.tables.group import device_groups
 
@@ -104,7 +103,8 @@ class RecordedRequests:
         if given is not None and max(each.ids for each in most) > given:
             return None
         known = self._bounds.get(its, ())
-        wanted = tuple(self._wanted(each, len(its), bound) for each, bound in itertools.zip_longest(most, known))
+        of_parts = itertools.zip_longest(most, self._context.largest, known)
+        wanted = tuple(self._wanted(*each) for each in of_parts)
         _put(self._bounds, its, wanted)
         if wanted == known:
             return known
@@ -113,9 +113,9 @@ class RecordedRequests:
         )  # a forward that has one keeps it
         return None if given is None else (Bound(given, None),) * len(most)
 
-    def _wanted(self, most: Most, ranks: int, known: Bound | None) -> Bound:
-        """That of one part: the one that is `known`, if it takes `most` and is not far too large."""
-        room = self._context.max_ids or min(with_room(most.ids), MOST_ENTRIES // ranks)
+    def _wanted(self, most: Most, largest: int, known: Bound | None) -> Bound:
+        """That of one part, `largest` at most: the one that is `known`, if it takes `most` and is not far too large."""
+        room = self._context.max_ids or min(with_room(most.ids), largest)
         rows = min(with_room(most.rows), room)
         if known is not None and known.takes(most):
             limits = (LOOSE * max(each, LEAST_ROOM) for each in (room, rows))

@@ -1,5 +1,5 @@
 """What all ranks request of one in the tables of one width: one batch, of rows of tables that are dealt out, and of
-bags of those that the rank holds whole. So there is one plan of it, and one update.
+bags of those that the rank holds whole, alone or as all do. So there is one plan of it, and one update.
 
 Messages are blocks of one size, of which the host knows the samples of each rank and nothing else. The ids of all ranks
 are put into the order that one process would have, feature by feature and in these rank by rank, and where each feature
@@ -11,7 +11,9 @@ Rows of the output are single rows, or pooled bags (`step.stack`).
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
@@ -19,7 +21,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from tieredemb.config import Mode
+from tieredemb.config import MODES
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.header import Bound
@@ -32,18 +34,10 @@ from tieredemb.step.stack import Run, Stack
 _NUMBERS = itertools.count()
 
 
-class Kind(NamedTuple):
-    """How a feature is looked up where its rows are. `part`: which part it is of · `mode`: how its bags are pooled
-    there; None where rows go back."""
-
-    part: int
-    mode: Mode | None
-
-
 class RequestPart(NamedTuple):
     """What is requested of the tables of one part, of which this rank pools `held` features. How many values go to each
-    rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag; as `grads`, one
-    of each entry, or of each bag; in the `order` of entries, of values for these."""
+    rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag, empty where it
+    stays here; as `grads`, one of each entry, or of each bag; in the `order` of entries, of values for these."""
 
     is_whole: bool
     held: int
@@ -54,27 +48,30 @@ class RequestPart(NamedTuple):
 
 
 class Requests:
-    """What those of one width have in common. `kinds`: of the features, in their order."""
+    """What those of one width have in common. Features are in the order of the collection."""
 
-    def __init__(
-        self, parts: Sequence[Part], kinds: Sequence[Kind], rank: int, ranks: int, device: torch.device
-    ) -> None:
-        self.parts, self.kinds = list(parts), list(kinds)
-        self.ranks, self.device = ranks, device
+    def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
+        self.parts, self.rank, self.ranks, self.device = list(parts), rank, ranks, device
         self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
-        self.held = [int((part.owner == rank).sum()) for part in parts]
-        # the part whose bags are pooled where its tables are, and the one whose rows go back; as far as there are any
-        self.whole = next((number for number, part in enumerate(parts) if part.is_whole), None)
+        held = [part.held_by(rank) for part in parts]
+        self.held = [int(its.sum()) for its in held]
+        # the parts whose bags are pooled where their tables are, and the one whose rows go back; if there are any
+        self.whole = [number for number, part in enumerate(parts) if part.is_whole]
         self.dealt = next((number for number, part in enumerate(parts) if not part.is_whole), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
+        found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
+        # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
+        self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
+        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_whole else None for _, p, k in found]
+        self.is_held = [bool(held[p][k]) for _, p, k in found]
+        self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
+        # of each of those its part, and which of that one's it is; and the other way round
         numbers = [itertools.count() for _ in parts]
-        within = [next(numbers[kind.part]) for kind in kinds]
-        # of each feature its place among those of all parts, and whether this rank pools it
-        order = [int(firsts[kind.part]) + k for kind, k in zip(kinds, within, strict=True)]
-        self.is_held = [bool(parts[kind.part].owner[k] == rank) for kind, k in zip(kinds, within, strict=True)]
-        self.order = torch.tensor(order, dtype=torch.int64, device=device)
-        held = [f for f, is_held in enumerate(self.is_held) if is_held]
-        self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
+        self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
+        self.among = [self._upload([n for n, (p, _) in enumerate(self.pooled) if p == q]) for q in range(len(parts))]
+
+    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
         """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
@@ -96,7 +93,7 @@ class Request:
             back = ids if bound.rows is None else [bound.rows] * requests.ranks
             sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
             bags = [held * each for each in samples]
-            answer, grads = (bags, bags) if part.is_whole else (back, ids)
+            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_whole else (back, ids)
             self.parts.append(RequestPart(part.is_whole, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
@@ -115,8 +112,8 @@ class Request:
             dealt, rows = each[self._all.dealt], self._bounds[self._all.dealt].rows
             if rows is not None:
                 ids, goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
-        ids, lengths = ids.index_select(0, self._joined), [its.lengths for its in each if its.lengths is not None]
-        stack = self._stack(edges, lengths[0] if lengths else None, goes)
+        ids = ids.index_select(0, self._joined)
+        stack = self._stack(edges, self._by_feature([its.lengths for its in each]), goes)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
 
     def _join(self, came: torch.Tensor) -> None:
@@ -165,25 +162,33 @@ class Request:
         """How many rows of the output are of bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
-    def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None, goes: torch.Tensor | None) -> Stack:
+    def _by_feature(self, of_parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Of each feature whose bags are pooled here, (ΣB, …), in their order: `of_parts` they are (F′, ΣB, …)."""
+        each = [() if its is None else its.unbind() for its in of_parts]
+        return [each[part][k] for part, k in self._all.pooled]
+
+    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], goes: torch.Tensor | None) -> Stack:
         """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. These lie as their
-        gradients will come, which so need not be put into the order of the ids. `goes`: see `_picked`."""
+        gradients will come, which so need not be put into the order of the ids. `lengths`: of the bags of each feature
+        that are pooled here, int64 (ΣB,) · `goes`: see `_picked`."""
         bags, room, all_of = self._bags, len(self._joined), self._all
-        whole, dealt, rows = all_of.whole, all_of.dealt, 1
+        dealt, rows = all_of.dealt, 1
         if dealt is None:
             number = edges.new_full((room,), bags)
         else:  # those of nobody have some
             rows = self._entries[dealt]
             number = self._entry[dealt].clamp(max=rows - 1) + bags
         runs, starts = [], edges[:0]
-        if whole is not None and lengths is not None and bags:
+        if bags:
+            each = torch.stack([*lengths])
             firsts = edges.index_select(0, all_of.held_features)
             ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
-            starts = torch.minimum(firsts[:, None] + torch.cumsum(lengths, 1) - lengths, ends[:, None])
+            starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
             bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
-            number = torch.where(self._entry[whole] < self._entries[whole], bag, number)
+            for whole in all_of.whole:
+                number = torch.where(self._entry[whole] < self._entries[whole], bag, number)
         picked = edges[:0] if dealt is None else self._picked(dealt, goes)
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
@@ -205,14 +210,14 @@ class Request:
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
         runs, feature, done = [], 0, 0
-        for kind, its in itertools.groupby(self._all.kinds):
+        for mode, its in itertools.groupby(self._all.modes):
             count = len(list(its))
             held = sum(self._all.is_held[feature : feature + count])
             feature += count
-            if held and kind.mode is not None:
+            if held and mode is not None:
                 its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
                 rows = done * starts.shape[1], (done + held) * starts.shape[1]
-                runs.append(Run(rows, kind.mode, its_edges))
+                runs.append(Run(rows, mode, its_edges))
                 done += held
         return runs
 
@@ -237,50 +242,60 @@ class Request:
         self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
-        ids that are pooled is asked for, those rows, too, (W · bound, D). `weights`: float32 (W · bound,), of the
-        entries of those ids, where they are given."""
-        for number, its in enumerate(weights):
-            if its is not None:
-                self._weights = self._filled(number, its)
+        ids that are pooled is asked for, those rows, too, (W · bound, D). Of what stays here those of this rank.
+        `weights`: float32 (W · bound,), of the entries of those ids, where they are given."""
+        given = [self._filled(number, its) for number, its in enumerate(weights) if its is not None]
+        if given:
+            self._weights = functools.reduce(operator.mul, given)
         every = every and any(part.is_whole for part in self.parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
             if part.is_whole:
-                answers.append(self._by_rank(found.bags, part.held))
-                all_rows.append(None if found.every is None else self._scattered(number, found.every))
+                answers.append(self._by_rank(found.bags, number))
+                all_rows.append(None if found.every is None else self._rows_of(number, found.every))
             else:
                 answers.append(self._answer(call, found.rows, sum(part.answer)))
                 all_rows.append(None)
         return answers, all_rows
 
-    def _by_rank(self, bags: torch.Tensor, features: int) -> torch.Tensor:
-        """Values of bags, (K, D), by rank; they lie feature by feature, and in these rank by rank."""
-        by_feature = bags.view(features, sum(self._samples), bags.shape[1])
+    def _by_rank(self, bags: torch.Tensor, number: int) -> torch.Tensor:
+        """Those of a part, of the values of all `bags`, (K, D), which lie feature by feature: in its features rank by
+        rank, or of this rank alone, where they stay here."""
+        by_feature = bags.view(len(self._all.pooled), sum(self._samples), bags.shape[1])
         pieces = torch.split(by_feature, self._samples, 1)
-        return torch.cat([piece.reshape(-1, bags.shape[1]) for piece in pieces])
+        if not self.parts[number].answer:
+            pieces = pieces[self._all.rank : self._all.rank + 1]
+        its = self._all.among[number]
+        return torch.cat([piece.index_select(0, its).view(-1, bags.shape[1]) for piece in pieces])
 
-    def _by_feature(self, bags: torch.Tensor, features: int) -> torch.Tensor:
-        """The other way round."""
+    def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
+        """The rows of the entries of a part, or of those of this rank alone, where they stay here; of those of all
+        ids."""
+        rows, bound = self._scattered(number, every), self._bounds[number].ids
+        return rows if self.parts[number].answer else rows[self._all.rank * bound :][:bound]
+
+    def _joined_bags(self, bags: torch.Tensor, features: int) -> torch.Tensor:
+        """Values of bags that lie rank by rank, (K, D), by feature: (F′, ΣB, D)."""
         pieces = torch.split(bags, [features * each for each in self._samples])
         its = zip(pieces, self._samples, strict=True)
-        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1).view(-1, bags.shape[1])
+        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1)
 
     def gradient(self, call: Call, came: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """That of the output of `call`, float32 (·, D), of what came of each part, rank by rank: gradients (·, D), and
         where they are multiplied by something that, float32 (W · bound,)."""
-        bags, rows = list[torch.Tensor](), list[torch.Tensor]()
+        bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
         for number, (part, (grad, *scale)) in enumerate(zip(self.parts, came, strict=True)):
             for each in scale:
                 filled = self._filled(number, each)
                 call.weigh(filled if self._weights is None else filled * self._weights)
-            if part.is_whole:
-                bags.append(self._by_feature(grad, part.held))
-            else:
+            bags.append(self._joined_bags(grad, part.held) if part.is_whole else None)
+            if not part.is_whole:
                 rows.append(grad)
-        if bags and not rows:
-            rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
-        return rows[0] if not bags else torch.cat([*bags, *rows])
+        if not rows:
+            rows.append(came[0][0].new_zeros((1, came[0][0].shape[1])))
+        by_feature = self._by_feature(bags)
+        return torch.cat([*by_feature, *rows]) if by_feature else rows[0]
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `GpuBags`; behind `take`, on a GPU."""

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tieredemb.cache.base import PlanKind
 from tieredemb.config import Normal, TableConfig
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.sharding.bags import Part
-from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.request import Kind, Request, Requests
+from tieredemb.sharding.bags import parts_of
+from tieredemb.sharding.layout import REPLICATED, Layout
+from tieredemb.sharding.request import Request, Requests
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
@@ -40,7 +42,7 @@ def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableC
         if table.padding_idx is not None:
             position, rest = divmod(table.padding_idx - part.first, part.step)
             padding = position if rest == 0 and 0 <= position < part.own_rows else None
-        mode = table.mode if layout.owner[t] == rank else "sum"
+        mode = table.mode if layout.owner[t] in (rank, REPLICATED) else "sum"
         own = replace(table, num_embeddings=max(1, part.own_rows), mode=mode, padding_idx=padding)
         if not part.own_rows:
             own = replace(own, init=Normal(), placement="cached" if table.placement == "cached" else "auto")
@@ -67,8 +69,7 @@ class Held:
 
 class Shard(Held):
     """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any ·
-    `requests`: what others request of them."""
+    name them · `parts`: see `parts_of` · `requests`: what others request of them."""
 
     def __init__(
         self,
@@ -83,19 +84,18 @@ class Shard(Held):
         *,
         rows: RowOpener,
     ) -> None:
-        super().__init__(tables, config, options, optimizer, over_ranks, rows)
+        super().__init__(tables, config, options, optimizer, self._counted_once, rows)
+        self._over_ranks = over_ranks
+        self._elsewhere = [n for n, t in enumerate(self.tables) if not layout.saved_part(t, rank).own_rows]
         self.space = KeySpace(layout.tables, self.tables, list(columns))
-        columns = list(columns)
-        kinds = [[t for t in self.tables if layout.owner[t] < 0], [t for t in self.tables if layout.owner[t] >= 0]]
-        spaces = [KeySpace(layout.tables, its, columns) for its in kinds if its]
-        self.parts = [Part(space, layout.owner[space.tables[space.table]], options.plans_padding) for space in spaces]
-        part_of = {int(t): number for number, part in enumerate(self.parts) for t in part.space.tables}
-        of = [layout.tables[t] for t in self.space.tables[self.space.table]]
-        features = [
-            Kind(part_of[int(t)], table.mode if layout.owner[t] >= 0 else None)
-            for t, table in zip(self.space.tables[self.space.table], of, strict=True)
-        ]
-        self.requests = Requests(self.parts, features, rank, layout.size, config.device)
+        self.parts = parts_of(layout, self.tables, list(columns), sends_padding=options.plans_padding)
+        self.requests = Requests(self.parts, rank, layout.size, config.device)
+
+    def _counted_once(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """See `OverRanks`: rows that all ranks hold count on one of them."""
+        for table in self._elsewhere:
+            totals[table] = 0
+        return self._over_ranks(totals, norm_type)
 
     def plan_ahead(
         self,

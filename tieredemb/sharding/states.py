@@ -18,7 +18,7 @@ from tieredemb.lookup.history import History
 from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import Phase
-from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.layout import REPLICATED, Layout
 from tieredemb.sharding.shard import Shard
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows
 from tieredemb.tables.row_state import (
@@ -96,7 +96,7 @@ class RowStates:
         for name in [each.name for each in config.tensors]:
 
             def place(rank: int, start: int, rows: torch.Tensor, name: str = name) -> None:
-                room[name][self.layout.part(table, rank).span(start, len(rows))] = rows
+                room[name][self.layout.saved_part(table, rank).span(start, len(rows))] = rows
 
             gather_rows(self.exchange, mine[name], place)
         if LAGGING in mine:
@@ -104,9 +104,9 @@ class RowStates:
         return WholeState(steps, room)
 
     def _own(self, config: OptimizerConfig, table: int) -> dict[str, Any]:
-        """What this rank has of it; rows that lag behind are numbered as in the whole table."""
+        """What this rank saves of it; rows that lag behind are numbered as in the whole table."""
         shard, number = self._place(table)
-        part, tables = self.layout.part(table, self.exchange.rank), shard.engine.tables
+        part, tables = self.layout.saved_part(table, self.exchange.rank), shard.engine.tables
         entry: dict[str, Any] = {
             name: rows[: part.own_rows] for name, rows in state_tensors(tables, config, number).items()
         }
@@ -149,8 +149,9 @@ class RowStates:
         entries = self._agreed(given)
         ranks_of = self._ranks_of(entries)
         self._agreed(lambda: check_is_here(state_dict, ranks_of.values()))
-        sent = {t for t, ranks in ranks_of.items() if 0 < len(ranks) < self.exchange.size}
-        if wrong := [t for t in sorted(sent) if ranks_of[t] != [0]]:
+        partly = {t for t, ranks in ranks_of.items() if 0 < len(ranks) < self.exchange.size}
+        sent = partly | {t for t, ranks in ranks_of.items() if ranks and self.layout.owner[t] == REPLICATED}
+        if wrong := [t for t in sorted(partly) if ranks_of[t] != [0]]:
             raise InvalidInputError(
                 f"the optimizer's state of table {self.layout.tables[wrong[0]].name!r} is given on ranks "
                 f"{ranks_of[wrong[0]]}; give it on all ranks, or on rank 0 alone, as state_dict() does"

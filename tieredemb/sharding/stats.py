@@ -20,6 +20,7 @@ class ShardedStats(CacheStats):
     `wait_seconds`: of the host, until the headers came by which all ranks agree on each exchange · `gpu_wait_seconds`:
     of the GPU, at the barriers behind rows and gradients that GPUs write into each other's memory, until those of all
     ranks had come.
+    A replicated table is owned by every rank: what is sent to each of the others counts, and so do lookups for them.
 
     Lookups and their backward passes count: eager steps, and each replay of a captured step, also where GPUs write into
     each other's memory. Ranks send blocks of one size, and the padding that fills a block is sent and counted. What

@@ -22,6 +22,7 @@ from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
+from tieredemb.sharding.layout import REPLICATED
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
@@ -204,7 +205,8 @@ class Together(Ranks):
         try:
             self._context.wait_for_stream()
             shard = next(each for each in self.held if table in each.tables)
-            mine = shard.engine.tables.weight(shard.tables.index(table))[: layout.part(table, exchange.rank).own_rows]
+            saved = layout.saved_part(table, exchange.rank).own_rows
+            mine = shard.engine.tables.weight(shard.tables.index(table))[:saved]
             weight = None
             if exchange.rank == 0:
                 rows = layout.tables[table].num_embeddings
@@ -215,7 +217,7 @@ class Together(Ranks):
 
         def place(rank: int, start: int, rows: torch.Tensor) -> None:
             assert weight is not None
-            weight[layout.part(table, rank).span(start, len(rows))] = rows
+            weight[layout.saved_part(table, rank).span(start, len(rows))] = rows
 
         gather_rows(exchange, mine, place)
         return weight
@@ -237,8 +239,10 @@ class Together(Ranks):
         if not (told or problems):
             own = {}
             for t, ranks in given.items():
-                is_sent = len(ranks) < exchange.size
-                own[t] = self._sent(t, weights.get(t)) if is_sent else self._own(t, weights[t])
+                if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # so copies are of one
+                    own[t] = self._sent(t, weights[t] if exchange.rank == 0 else None)
+                else:
+                    own[t] = self._own(t, weights[t])
             self._set_own(own)
         return set(given), told
 
@@ -248,7 +252,7 @@ class Together(Ranks):
         return weight[part.first :: part.step]
 
     def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
-        """The same of a `weight` that rank 0 alone has."""
+        """The same of the `weight` of rank 0."""
         exchange, announce = self._context.exchange, functools.partial(self._announce, Phase.WRITE)
         own: dict[str, torch.Tensor] = {}
         for rank in range(exchange.size):

@@ -1,4 +1,5 @@
-"""Bags of tables that one rank holds each, on the CPU where they are: their ids go there, and they come back pooled."""
+"""Bags of tables that one rank holds each, or all ranks, on the CPU where they are: their ids go there, and they come
+back pooled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Padding, message
+from tieredemb.sharding.padding import Padding, copied, message
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ class HostWholeBags:
     sent: list[int]
     ids: list[int]
 
-    def __init__(self, part: Part, ranks: int, batch: Batch, edges: Array) -> None:
+    def __init__(self, part: Part, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
         space, owner = part.space, part.owner
-        self.space, self.batch = space, batch.size
+        self.part, self.space, self.batch = part, space, batch.size
         self._bags = bags = make_bags(
             batch.ids.numpy(),
             edges,
@@ -43,14 +44,12 @@ class HostWholeBags:
         kept: Array = bags.keys >= 0
         self._kept = None if kept.all() else kept
         ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(kept)])[bags.offsets]
-        self._order = np.argsort(owner, kind="stable")  # of features, by rank
         lengths = np.diff(ends).reshape(len(owner), batch.size)
         starts = ends[:: batch.size][: len(owner)] if batch.size else np.zeros(len(owner), np.int64)
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
-        self.counts = np.zeros((ranks, 2 * len(owner)), np.int64)
+        self.counts = np.zeros((part.ranks, 2 * len(owner)), np.int64)
         self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
-        self._held = np.bincount(owner, minlength=ranks).tolist()
-        self.back = self.grads = [features * batch.size for features in self._held]
+        self.back, self.grads = part.bags_of(batch.size)
         self._asked_rows, self._lengths = self._those_kept(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
@@ -59,22 +58,23 @@ class HostWholeBags:
         return values if self._kept is None else values[self._kept]
 
     def pad(self, bound: Bound) -> None:
-        counts = torch.from_numpy(self.counts[:, : len(self._order)])
+        part = self.part
+        counts = torch.from_numpy(self.counts[:, : len(part.owner)])
         self._padding = Padding(counts.sum(1), bound.ids)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
-        lengths = torch.from_numpy(self._lengths[self._order])
-        self.ids = [bound.ids] * len(counts)
-        self.asked, self.sent = message(counts, ids, lengths, self._held)
+        lengths = torch.from_numpy(self._lengths[part.by_rank])
+        self.ids = [bound.ids] * (part.ranks * part.copies)
+        self.asked, self.sent = message(counts, ids, lengths, part.held).copied(part.copies)
 
     def _by_rank(self, values: Array) -> Array:
         """Of values of those occurrences that are looked up those by rank."""
-        return np.concatenate([values[self._ranges[f]] for f in self._order])
+        return np.concatenate([values[self._ranges[f]] for f in self.part.by_rank])
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         position = self._bags.position
         array = weights.detach().to(torch.float32).contiguous().numpy()
         array = self._those_kept(array[: len(self._bags.keys)] if position is None else array[position])
-        return self._padding.pad(torch.from_numpy(self._by_rank(array)))
+        return copied(self._padding.pad(torch.from_numpy(self._by_rank(array))), self.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         entries = self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))
@@ -83,26 +83,27 @@ class HostWholeBags:
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        for f, its in zip(self._order, rows.view(len(self._order), self.batch, self.space.width), strict=True):
+        by_rank = self.part.by_rank
+        for f, its in zip(by_rank, rows.view(len(by_rank), self.batch, self.space.width), strict=True):
             first = int(self.space.column[f])
             out[:, first : first + self.space.width] = its
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         homes = np.full(len(self._bags.keys), DROPPED, np.int32)
         asked = np.arange(len(homes)) if self._kept is None else np.flatnonzero(self._kept)
-        homes[np.concatenate([asked[self._ranges[f]] for f in self._order])] = np.arange(len(asked), dtype=np.int32)
+        homes[self._by_rank(asked)] = np.arange(len(asked), dtype=np.int32)
         gradient = weights_gradient(self._rows, homes, self._bags, self.space, grad.numpy())
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        width, array = self.space.width, grad.numpy()
-        rows = np.empty((len(self._order), self.batch, width), np.float32)
-        for k, f in enumerate(self._order):
+        width, array, by_rank = self.space.width, grad.numpy(), self.part.by_rank
+        rows = np.empty((len(by_rank), self.batch, width), np.float32)
+        for k, f in enumerate(by_rank):
             first = self.space.column[f]
             rows[k] = array[:, first : first + width]
         if share != 1.0:
             rows /= np.float32(share)
-        return torch.from_numpy(rows.reshape(-1, width)), None
+        return copied(torch.from_numpy(rows.reshape(-1, width)), self.part.copies), None
 
     def tensors(self) -> list[torch.Tensor]:
         return []
