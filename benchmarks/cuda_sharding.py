@@ -51,7 +51,8 @@ from tieredemb.config import Capacity
 from tieredemb.sharding.layout import Layout, Sharding
 
 SLOTS, DLRM, SHAPES = 520_000, "DLRM", "shapes"
-PLAIN, SHARDED, MIXED = "one GPU", "sharded", "sharded, small tables whole"
+PLAIN, SHARDED = "one GPU", "sharded"
+MIXED, COPIED = "sharded, small tables whole", "sharded, small tables replicated"
 WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are small ones
 RESIDENT, EXCHANGES = "resident", "exchanges"
 EAGER, CAPTURED = ("", FETCHED, ONE_THREAD), (GRAPH, FETCHED_GRAPH)
@@ -253,7 +254,8 @@ def sharding_of(shape: Shape, way: str) -> dict[str, Sharding] | None:
     if way == SHARDED:
         return None
     is_small = [4 * rows * width < WHOLE_BYTES for rows, width in zip(shape.sizes, shape.widths, strict=True)]
-    return {f"t{t}": tieredemb.TableWise() if small else tieredemb.RowWise() for t, small in enumerate(is_small)}
+    kind = tieredemb.TableWise() if way == MIXED else tieredemb.Replicated()
+    return {f"t{t}": kind if small else tieredemb.RowWise() for t, small in enumerate(is_small)}
 
 
 def layout_of(work: Work, way: str, ranks: int) -> Layout:
@@ -546,8 +548,9 @@ def title(plan: Plan) -> str:
         f"Forward, backward and update over {plan.ranks} ranks, one GPU each, NCCL. {'; '.join(names)}. Bags of 1 id "
         f"where nothing else is said, fp32, row-wise Adagrad, unified memory, all rows written before; the batch is "
         f"a rank's. Sharded: as it is by default, row by row; with small tables whole, those of less than 1 MiB are "
-        f"held by one rank each. The mean of {plan.steps} steps on batches never seen before, on the rank that is "
-        f"slowest, after {plan.warm_up} of warm-up in each mode: eager, then with prefetch, then without it under "
+        f"held by one rank each; with small tables replicated, by every rank. The mean of {plan.steps} steps on "
+        f"batches never seen before, on the rank that is slowest, after {plan.warm_up} of warm-up in each mode: eager, "
+        f"then with prefetch, then without it under "
         f"`torch.autograd.set_multithreading_enabled(False)`; then as CUDA graphs, without and with prefetch. The "
         f"parts of a step: all-to-alls in equal parts, of as many bytes as a rank exchanges with others (8 an id; of "
         f"a table that is dealt out a row for each different id, and a gradient for each occurrence; of one that "
@@ -573,7 +576,7 @@ def works_of(chosen: Any, known: dict[str, CudaWorkload], modes: tuple[str, ...]
                 its_name = f"seed {seed}: {drawn}, {100 * drawn.share:g} % cached"
                 yield Drawn(name=its_name, shape=drawn, capacity=drawn.share, **more)
         elif known[name].unequal:
-            more |= {"ways": (PLAIN, SHARDED, MIXED)}
+            more |= {"ways": (PLAIN, SHARDED, MIXED, COPIED)}
             yield SingleIds(name=name, shape=known[name], capacity=known[name].caches[0].capacity, **more)
         else:
             yield SingleIds(name=name, shape=replace(known[name], rows=rows), capacity=slots, **more)
