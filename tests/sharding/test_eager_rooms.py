@@ -3,6 +3,8 @@ stood in for, and there is one rank's side of it."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -107,6 +109,7 @@ def test_smaller_forwards_have_room_and_larger_ones_find_it_later(rooms):
     assert rooms.of(bounds(16, 10)) is None
     prepared(rooms, bounds(40, 4))
     first, second = Memory.made
+    assert rooms.of(bounds(5, 3))[0].rows.came.data_ptr() == rooms._made[0].came.data_ptr()  # not in what was given up
     assert [room.each for room in second.rooms] == [9, 9, 45]  # what there was room for still has some
     assert first.did[-1] == ("close", True)
     assert rooms.wait_seconds == 1.0
@@ -145,13 +148,29 @@ def test_a_forward_without_a_backward_gives_the_room_up_to_a_later_one(rooms):
     prepared(rooms, its)
     for number in (3, 4):
         forward(rooms, number, its)
-    rooms.reached([4])
+    rooms.reached([2, 4])
     assert not rooms.has_gradients(3)
     forward(rooms, 5, its, trains=False)
     assert not rooms.has_gradients(5)
     forward(rooms, 6, its)
     rooms.reached([2])  # of an earlier one
     assert rooms.has_gradients(6)
+
+
+def test_a_forward_comes_behind_the_last_barrier_and_has_one(rooms):
+    """Whatever its stream is."""
+    its = bounds(16, 8)
+    prepared(rooms, its)
+    (memory,) = Memory.made
+    assert memory.did == ["follow"]
+    rooms.barrier()
+    rooms.follow()
+    assert memory.did == ["follow", "barrier", "follow"]
+
+
+def test_what_tables_that_are_held_whole_exchange_takes_no_room(rooms):
+    prepared(rooms, bounds(16, 8))
+    assert rooms.of((Bound(16, 8), Bound(10**6, None))) is not None
 
 
 def test_no_room_is_made_while_a_backward_has_yet_to_come(rooms):
@@ -170,7 +189,10 @@ def test_where_a_rank_has_no_room_nobody_asks_again(rooms, monkeypatch):
 
 def test_closed_rooms_take_no_forward(rooms):
     prepared(rooms, bounds(16, 8))
+    views = [weakref.ref(its.rows.came) for its in rooms.of(bounds(16, 8)) if its is not None]
     rooms.close(frees=False)
+    gc.collect()
+    assert not any(its() is not None for its in views)  # nothing of it is held any more
     assert rooms.of(bounds(16, 8)) is None
     assert Memory.made[0].did[-1] == ("close", False)
     assert prepared(rooms, bounds(16, 8), 2 * AGAIN) is None
@@ -180,6 +202,8 @@ def test_closed_rooms_take_no_forward(rooms):
 def test_ranks_without_nccl_have_none(monkeypatch, keywords):
     monkeypatch.setattr(eager_rooms, "SymmetricMemory", None)
     exchange = SimpleNamespace(has_nccl=keywords.get("has_nccl", True))
-    rooms = EagerRooms(SimpleNamespace(exchange=exchange, device=torch.device(keywords.get("device", "cuda"))))
+    device = torch.device(keywords.get("device", "cuda"))
+    rooms = EagerRooms(SimpleNamespace(exchange=exchange, device=device, shards=[]))
+    assert rooms.is_off
     assert prepared(rooms, bounds(16, 8)) is None
     assert rooms.bytes == 0

@@ -270,6 +270,28 @@ def test_a_gpu_that_waits_for_a_rank_that_has_gone_is_ended(held, monkeypatch, e
     assert holder.did == does
 
 
+class Barrier:
+    """What stands in for a barrier of our own."""
+
+    def __init__(self, ends):
+        self.ends, self.is_ended = ends, False
+
+    def ends_in_time(self):
+        return self.ends
+
+    def end(self):
+        self.is_ended = True
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_barrier_that_waits_for_a_rank_that_has_gone_is_ended(held, monkeypatch, ends):
+    holder, barrier = held(True), Barrier(ends)
+    holder.is_given_up.set()
+    monkeypatch.setattr(collectives, "_WAITING", {barrier})
+    collectives.free_all()
+    assert barrier.is_ended == (not ends)
+
+
 def test_without_new_threads_graphs_are_freed_all_the_same(held, monkeypatch):
     """As in Python 3.12 at its end."""
     holder = held(False)

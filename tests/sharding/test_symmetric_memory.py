@@ -185,6 +185,18 @@ def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch,
         assert found.rooms[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
 
 
+@pytest.mark.parametrize(("size", "fits"), [(100, True), (101, False)])
+def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fits):
+    memory, _ = memory_of(HERE)
+    memory._share = 0.25
+    monkeypatch.setattr(symmetric, "on_device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400, 1000))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    made = torch.zeros(128, dtype=torch.uint8)
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "empty", lambda *_, **__: made)
+    assert memory._allocate([], size, 1) == fits
+
+
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
     memory, headers = memory_of(HERE)
     assert memory.make([]) is None

@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,11 @@ from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import scoring
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Flight, TicketBook
-from tieredemb.config import LFU, Policy
+from tieredemb.config import LFU, Array, Policy
 from tieredemb.errors import ConfigError, ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import STATE_DTYPE, ColdRows
 from tieredemb.storage.initial import InitialRows
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 _numbers = itertools.count()
 NO_WORDS = np.empty(0, STATE_DTYPE)

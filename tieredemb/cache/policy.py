@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tieredemb import config
+from tieredemb.config import Array
 from tieredemb.kernels.constants import AGED, CLOCK, COUNT, MAX_SCORE, MIN_SCORE
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

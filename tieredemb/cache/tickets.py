@@ -14,15 +14,10 @@ import abc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from tieredemb.config import Array
 from tieredemb.errors import StorageError
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
 
 FORGET_EVERY = 256  # batches; it takes some microseconds
 

@@ -22,8 +22,6 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.row_state import steps_of
 from tieredemb.tables.table_set import available_memory_bytes, free_bytes
 
-_CPU = torch.device("cpu")
-
 
 def restore_embedding_bags(model: nn.Module) -> nn.Module:
     """Swaps every `TieredEmbeddingBag` and `TieredEmbedding` in `model` for torch's module, with the rows as they are

@@ -12,15 +12,12 @@ import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieredemb.config import MODES, Feature, TableConfig, features_of
+from tieredemb.config import MODES, Array, Feature, TableConfig, features_of
 from tieredemb.kernels.constants import MAX, MEAN
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 MAX_BAGS = 2**31 - 1  # of all features of a batch: kernels number them in int32
 # of each feature the number of its block of bags, and what it has in a `KeySpace`: the rows of `KeySpace.packed`

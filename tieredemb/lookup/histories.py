@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tieredemb.config import Array
 from tieredemb.lookup.history import DenseStep, History
 from tieredemb.lookup.history_archive import is_archive, parts_of
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 MOST_STEPS = 2**32 - 1  # a row notes the step that it stands at in 32 bits
 _MAGIC = b"TESTEPS\0"

@@ -38,15 +38,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tieredemb.config import OptimizerConfig, StepTerms
+from tieredemb.config import Array, OptimizerConfig, StepTerms
 from tieredemb.kernels.constants import ENTRY, LOGS, SUM_IS_SERIES, SUMS, TERMS, WINDOW
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 _FIRST_ROOM = 1024  # steps
 _ARRAYS = ("rates", "numbers", "sums", "ends", "logs", "coupled")  # by step

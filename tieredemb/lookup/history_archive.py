@@ -11,12 +11,11 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+from tieredemb.config import Array
 
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00.{2}\{'descr': '([<|][fiu][1248])', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n",

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.config import OptimizerConfig, StepTerms
+from tieredemb.config import Array, OptimizerConfig, StepTerms
 from tieredemb.errors import ConfigError, shown
 from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.history import DenseStep, History
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
-
-    Array = np.ndarray[Any, Any]
 
 MOST_NUMBERS = 12  # hyperparameters and what follows from them: what a GPU is told of a param group (optimizer.cuh)
 

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from tieredemb.config import TablePart
+from tieredemb.config import Array, TablePart
 from tieredemb.kernels.arguments import StructValue, struct_type
 
 if TYPE_CHECKING:
     from tieredemb.lookup.bags import KeySpace
-
-    Array = np.ndarray[Any, Any]
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")

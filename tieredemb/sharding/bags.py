@@ -60,11 +60,6 @@ class Part:
         its: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
         return its
 
-    def bags_of(self, samples: int) -> tuple[list[int], list[int]]:
-        """Of whole tables and so many samples the `back` and the `grads` of `Bags`."""
-        bags = [features * samples for features in self.held] * self.copies
-        return bags if self.copies == 1 else [], bags
-
     def held_by(self, rank: int) -> Array:
         """Which features' bags a rank pools, bool (F,)."""
         its: Array = (self.owner == rank) | (self.copies > 1)

@@ -40,7 +40,7 @@ extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, u64 *waited, 
     if (other < meeting.ranks) {
         store_release(reinterpret_cast<u64 *>(meeting.begins[other]) + meeting.rank, number);
         const u64 *come = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
-        for (int turn = 1; load_acquire(come) < number; turn++) {
+        for (unsigned turn = 1; load_acquire(come) < number; turn++) {
             if (turn % TURNS) continue;
             if (*static_cast<const volatile int *>(ended)) break;
             if (nanoseconds() - begin > patience) __trap();

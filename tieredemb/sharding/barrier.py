@@ -19,12 +19,13 @@ from tieredemb.kernels.streams import current_stream, on_device
 
 BARRIER = "sharding/barrier.cu"
 WARP = 32
-PATIENCE = 2  # × the ranks' timeout, within which a host finds out and says more
+PATIENCE, MOST = 2, 2**63 - 1  # × the ranks' timeout, within which a host finds out and says more; nanoseconds
+_ENDED: list[torch.Tensor] = []  # words in host memory, which kernels may read for as long as the process lives
 
 
 class Barrier:
-    """That of one order of calls: all ranks come to it in the same one. `begins`: of each rank the address of W words,
-    zero, which it has mapped for this `rank` · `timeout`: in seconds."""
+    """All ranks call `meet` equally often, and in the same order among their other exchanges. `begins`: of each rank
+    the address of W words, zero, in memory that this `rank` has mapped · `timeout`: in seconds."""
 
     def __init__(self, device: torch.device, begins: Sequence[int], rank: int, timeout: float) -> None:
         self._device, self._timeout, self._ranks = device, timeout, len(begins)
@@ -32,8 +33,9 @@ class Barrier:
             self._begins = torch.tensor(begins, dtype=torch.int64, device=device)
             self._count, self._waited = torch.zeros((2, 1), dtype=torch.int64, device=device)  # times; nanoseconds
             self._ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        _ENDED.append(self._ended)
         self._meeting = struct_type(BARRIER, "Meeting")(begins=self._begins, ranks=self._ranks, rank=rank)
-        self._patience = int(PATIENCE * timeout * 1e9)
+        self._patience = min(int(PATIENCE * timeout * 1e9), MOST)
         self._stream = current_stream(device.index)  # that it was launched on last
         end_with(self)
 

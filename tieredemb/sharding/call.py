@@ -23,27 +23,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.bags import Bags
-from tieredemb.sharding.call_context import ReadyGradients, ShardedCallContext
+from tieredemb.sharding.captures import Captures
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.eager_rooms import EagerRooms
 from tieredemb.sharding.exchange import Sending
+from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import NUMBERS, Call
+from tieredemb.step.program import NUMBERS, Call, in_forward_order
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.eager_rooms import EagerRooms
     from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartRooms, SymmetricMemory
@@ -56,6 +61,86 @@ ALONE = 8  # this rank would not plan the next batch ahead
 LATER = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
 FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
 TRAINS = 64  # of a header of a forward: it is to update rows
+INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
+SETTLED = 2  # what is exchanged is the gradient as an update takes it
+PASSED_BITS = 2  # behind which stands which forwards the backward has reached
+MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
+
+
+class ReadyGradients(NamedTuple):
+    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
+    written to the owner's memory, what comes of all ranks · `kept`: of each part, where that is copied to, if it is for
+    a later step · `is_infinite`: whether a gradient here is not finite · `is_settled`: whether what comes is the
+    gradient as an update takes it, so that this rank cannot fail any more before that."""
+
+    sending: list[list[Sending | torch.Tensor]]
+    kept: list[torch.Tensor | None]
+    is_infinite: bool
+    is_settled: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardedCallContext(ShardedContext):
+    """What the calls of one module share. `make_batch`: makes a checked batch of what a forward is given · `captures`:
+    what lets a step be captured · `recorded`: what eager forwards record on a GPU, and `eager_rooms`: where they write
+    what they would send."""
+
+    make_batch: Callable[..., Batch]
+
+    def __post_init__(self) -> None:
+        self.captures = Captures(self, self.find, self.make_batch)
+        self.recorded = recorded_requests(self, self.find)
+        self.eager_rooms = EagerRooms(self)
+
+    def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
+        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
+        updates where one of them could not. Who is interrupted amid the exchange itself leaves the group, and others
+        learn of it by their next header."""
+        try:
+            ready, header = self._ready(reached)
+            is_infinite = bool(header.set_by_any & INFINITE)
+            # nothing of a rank's own can fail any more, so they need not agree again
+            is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
+            with self.exchange.agreed():
+                if not self.eager_rooms.is_off:
+                    self.eager_rooms.reached([call.announced for call, _ in reached])
+                came = [call.exchanged(its) for (call, _), its in zip(reached, ready, strict=True)]
+            pairs: list[tuple[Call, torch.Tensor]] = []
+            with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
+                for (call, _), its in zip(reached, came, strict=True):
+                    pairs += call.gradients(its, is_infinite=is_infinite)
+            if not is_settled:
+                self.announce(Phase.BACKWARD)
+        except BaseException:
+            for call, _ in reached:
+                call.release()
+            raise
+        try:
+            self.shards[0].context.apply(in_forward_order(pairs))
+        finally:
+            for call, _ in reached:
+                call.over()
+
+    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Header]:
+        """What each forward is about to exchange, and the ranks' header. Raises on all ranks what one has met, or that
+        they have reached different forwards."""
+        failed: Exception | None = None
+        ready: list[ReadyGradients] = []
+        try:
+            ready += [call.ready(grad) for call, grad in reached]
+        except Exception as error:
+            failed = error
+        passed = self._passed([call.announced for call, _ in reached])
+        flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
+        updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
+        header = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates)
+        _check_passed([each >> PASSED_BITS for each in header.flags])
+        return ready, header
+
+    @staticmethod
+    def _passed(announced: Sequence[int]) -> int:
+        """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
+        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)
 
 
 class ShardedCall:
@@ -210,8 +295,9 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_room(bounds)
-        if self._learns:
-            context.eager_rooms.prepare(bounds)
+        if not context.eager_rooms.is_off and self._learns:
+            with context.exchange.agreed():
+                context.eager_rooms.prepare(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
         with context.exchange.agreed():
@@ -352,20 +438,20 @@ class ShardedCall:
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""
-        captures, eager, parts = self.context.captures, self.context.eager_rooms, self._parts
+        captures, eager = self.context.captures, self.context.eager_rooms
         rooms: Sequence[PartRooms | None] | None = None
         self._memory = None
         if captures.is_active:
             rooms, self._memory = captures.rooms(), captures.symmetric
-        elif self._learns:
+        elif not eager.is_off and self._learns:
             rooms, self._memory = eager.of(self._bounds), eager
         if rooms is not None and all(
             room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
-            for part, room in zip(parts, rooms, strict=True)
+            for part, room in zip(self._parts, rooms, strict=True)
         ):
             return rooms
         self._memory = None  # also of a forward that is captured among such as were planned ahead
-        return [None] * len(parts)
+        return [None] * len(self._bags)
 
     def _came(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
         """What comes of several of a `kind` that all ranks send, or write to where it is."""
@@ -479,10 +565,10 @@ class ShardedCall:
         self._use.join()  # at its end autograd has the current stream wait for those of leaves on a GPU alone
         self._follow(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
-        sending = list[list[Sending | torch.Tensor]]()
-        if self._memory is context.eager_rooms and not context.eager_rooms.has_gradients(self.announced):
-            self._rooms = [None] * len(self._rooms)
-        for bags, part, room in zip(self._bags, self._parts, self._rooms, strict=True):
+        rooms, sending, kept = self._gradient_rooms(), list[list[Sending | torch.Tensor]](), list[torch.Tensor | None]()
+        # others write to eager rooms again as soon as they have another forward
+        is_kept = self._memory is context.eager_rooms and context.updater.keeps_gradients
+        for bags, part, room in zip(self._bags, self._parts, rooms, strict=True):
             rows: torch.Tensor | None = None
             if room is None:
                 rows, scale = bags.gradient(grad, context.divisor)
@@ -491,29 +577,45 @@ class ShardedCall:
             given = [each for each in (rows, scale) if each is not None]
             its = [exchange.sending(each, bags.grads, part.grads) for each in given]
             sending.append([*its] if room is None else [room.grads.came, *its])
+            kept.append(torch.empty_like(room.grads.came) if room is not None and is_kept else None)
         for call in self._calls:
             check_update(call)
         is_settled = all(request.keeps_gradients for request in self._requests)
-        return ReadyGradients(sending, is_infinite, is_settled and all(len(its) == 1 for its in sending))
+        return ReadyGradients(sending, kept, is_infinite, is_settled and all(len(its) == 1 for its in sending))
+
+    def _gradient_rooms(self) -> Sequence[PartRooms | None]:
+        """Of each part where its gradients are written to, which may begin now; None where they are sent."""
+        eager = self.context.eager_rooms
+        if self._memory is not eager:
+            return self._rooms
+        if not eager.has_gradients(self.announced):
+            return [None] * len(self._rooms)
+        eager.follow()
+        return self._rooms
 
     def _is_infinite(self, grad: torch.Tensor) -> bool:
         is_finite = torch.isfinite(grad).all()
         self.context.wait_for_stream()
         return not bool(is_finite)
 
-    def gradients(self, ready: ReadyGradients, *, is_infinite: bool) -> list[tuple[Call, torch.Tensor]]:
-        """Of each shard the call of the rows that this rank owns, and the gradient of its output: what the others had
-        `ready` has come. Every rank takes part, and has agreed to. `is_infinite`: whether a gradient of any rank is."""
-        exchange = self.context.exchange
-        with exchange.agreed():
-            each = iter(self._came([each for its in ready.sending for each in its], GRADIENTS))
-            came = [[next(each) for _ in its] for its in ready.sending]
+    def exchanged(self, ready: ReadyGradients) -> list[list[torch.Tensor]]:
+        """What has come of each part, of what all ranks have had `ready`. Every rank takes part, and has agreed to."""
+        each = iter(self._came([each for its in ready.sending for each in its], GRADIENTS))
+        came = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
+        for its, kept in zip(came, ready.kept, strict=True):
+            if kept is not None:
+                its[0] = kept.copy_(its[0])
+        return came
+
+    def gradients(
+        self, came: Sequence[Sequence[torch.Tensor]], *, is_infinite: bool
+    ) -> list[tuple[Call, torch.Tensor]]:
+        """Of each shard the call of the rows that this rank owns, and the gradient of its output, of what has come.
+        `is_infinite`: whether a gradient of any rank is."""
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
             rows = request.gradient(call, its)
-            if self._memory is self.context.eager_rooms and self.context.updater.keeps_gradients:
-                rows = rows.clone()  # others write there as soon as they have another forward
             if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
             found.append((call, rows))
@@ -536,11 +638,13 @@ class ShardedCall:
             among.drop(planned)
         for call in self._calls:
             call.release()
+        self._rooms = ()
 
     def over(self) -> None:
         """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may
         be asked for yet."""
         self._used()
+        self._rooms = ()
         self.is_over = not self.keeps_rows
 
     def _used(self) -> None:
@@ -572,6 +676,16 @@ def _check_alike(header: Header) -> None:
             f"ranks {training} look up a batch that they train on, and the others one without gradients, as in an "
             f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
             f"has fewer batches takes some without samples: no ids, and offsets of a single 0. Nothing was changed"
+        )
+
+
+def _check_passed(passed: Sequence[int]) -> None:
+    """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
+    if passed.count(passed[0]) < len(passed):
+        reached = ", ".join(f"{each & MOST_TOLD} on rank {rank}" for rank, each in enumerate(passed))
+        raise PeerError(
+            f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
+            f"backward through the same ones"
         )
 
 

@@ -38,7 +38,7 @@ from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.alone import Alone
-from tieredemb.sharding.call_context import ShardedCallContext
+from tieredemb.sharding.call import ShardedCallContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout, Sharding

@@ -31,10 +31,11 @@ TURNS = 2
 
 
 class EagerRooms:
-    """Those of the forwards of one collection."""
+    """Those of the forwards of one collection. `is_off`: whether nothing is ever written there."""
 
     def __init__(self, context: ShardedContext) -> None:
         self._context = context
+        self._is_dealt = [not part.is_whole for shard in context.shards for part in shard.parts]
         self._memory: SymmetricMemory | None = None
         self._most: Bounds = ()  # what there is room for
         self._made: Sequence[SymmetricRows] = ()  # of each part that is dealt out: for rows in turn, and for gradients
@@ -43,7 +44,7 @@ class EagerRooms:
         self._holder: int | None = None  # the forward that has the room for gradients
         self._lacked = 0  # forwards in a row that have found no room
         self._waited = 0.0  # in rooms that were outgrown
-        self._is_off = not context.exchange.has_nccl or context.device.type != "cuda"
+        self.is_off = not context.exchange.has_nccl or context.device.type != "cuda"
 
     @property
     def wait_seconds(self) -> float:
@@ -58,7 +59,7 @@ class EagerRooms:
     def prepare(self, bounds: Bounds) -> None:
         """All ranks have agreed to an exchange of these `bounds`, before a forward. Makes room for it where such
         forwards come again and again. A collective; waits for the device where it makes room."""
-        if self._is_off or self._holder is not None:
+        if self.is_off or self._holder is not None:
             return
         if self._fits(bounds):
             self._lacked = 0
@@ -69,8 +70,10 @@ class EagerRooms:
             self._make(bounds)
 
     def _fits(self, bounds: Bounds) -> bool:
-        pairs = zip(bounds, self._most, strict=False)
-        return bool(self._most) and all(its.ids <= most.ids and _rows(its) <= _rows(most) for its, most in pairs)
+        pairs = zip(bounds, self._most, self._is_dealt, strict=False)
+        return bool(self._most) and all(
+            its.ids <= most.ids and _rows(its) <= _rows(most) for its, most, is_dealt in pairs if is_dealt
+        )
 
     def _make(self, bounds: Bounds) -> None:
         before = self._most or bounds
@@ -87,13 +90,12 @@ class EagerRooms:
         memory = SymmetricMemory(self._context, SHARE)
         made = memory.make(rooms)
         if made is None:
-            self._is_off = True
+            self.is_off = True
             return
         if self._memory is not None:  # of which all have come to the barrier of the new one
             self._waited += self._memory.wait_seconds
-            self._memory.close(frees=True)
+            self._give_up(frees=True)
         self._memory, self._most, self._made = memory, most, made
-        self._views.clear()
 
     @property
     def _parts(self) -> list[tuple[Part, Shard]]:
@@ -125,6 +127,11 @@ class EagerRooms:
             )
         return found
 
+    def follow(self) -> None:
+        """See `Barrier.follow`."""
+        assert self._memory is not None
+        self._memory.follow()
+
     def barrier(self) -> None:
         """See `SymmetricMemory.barrier`."""
         assert self._memory is not None
@@ -147,7 +154,13 @@ class EagerRooms:
 
     def close(self, *, frees: bool) -> None:
         """See `SymmetricMemory.close`."""
-        self._is_off, self._most = True, ()
+        self.is_off, self._most = True, ()
+        self._give_up(frees=frees)
+
+    def _give_up(self, *, frees: bool) -> None:
+        """Gives the memory up, which nothing here names any more: so it is freed where that is safe."""
+        self._made = ()
+        self._views.clear()
         if self._memory is not None:
             self._memory.close(frees=frees)
 

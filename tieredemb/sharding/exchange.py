@@ -24,13 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from tieredemb import errors
+from tieredemb.config import Array
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
@@ -38,9 +39,6 @@ from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, 
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 
 class Place(NamedTuple):

@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, Most, most_in
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, copied, each_asked, message
+from tieredemb.sharding.padding import Padding, copied, each_asked, message, whole_sizes
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -307,11 +307,16 @@ class GpuBags:
     def send_gradient(self, grad: torch.Tensor, share: float, to: RowSpread) -> torch.Tensor | None:
         """Writes the gradients to their owners' memory; returns what they are to be multiplied by, as `gradient`."""
         bags = self._bags
-        if not bags.homes.shape[0]:  # all entries are nobody's
-            return self.gradient(grad, share)[1]
         with on_device(grad.device):
-            self._part.send_gradient(bags, self._order, grad, self._argmax, share, to)
-            return self._scale()
+            if bags.homes.shape[0]:
+                self._part.send_gradient(bags, self._order, grad, self._argmax, share, to)
+                return self._scale()
+            # all entries are nobody's, and zero: not what was written there before, which may be no number
+            none = replace(bags, bag=bags.bag.new_zeros(1), batch=1)
+            zero, argmax = grad.new_zeros((1, grad.shape[1])), self._argmax
+            argmax = None if argmax is None else argmax.new_full(zero.shape, -1)
+            self._part.send_gradient(none, self._order, zero, argmax, share, to)
+            return self.gradient(grad, share)[1]
 
     def _scale(self) -> torch.Tensor | None:
         """What the gradients are to be multiplied by, of each that is sent."""
@@ -365,9 +370,9 @@ class GpuWholeBags(GpuBags):
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         part = self._part.part
-        self.back, self.grads = part.bags_of(self._bags.batch)
-        found = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), part.held)
-        self.asked, self.sent = found.copied(part.copies)
+        self.back, self.grads = whole_sizes(part.held, part.copies, self._bags.batch)
+        lengths = self._lengths.index_select(0, self._part.by_rank)
+        self.asked, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)

@@ -12,12 +12,9 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+from tieredemb.config import Array
 
 WORDS = 6  # before the `Counts`: those of `Said`, and the flag
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.config import Array
 from tieredemb.kernels.constants import DROPPED, MAX
 from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags
@@ -20,9 +20,6 @@ from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.sharding.whole_bags import HostWholeBags
 from tieredemb.step.batch import Batch
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 
 def edges_of(batch: Batch) -> Array:

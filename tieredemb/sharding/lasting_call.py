@@ -13,8 +13,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.call import ShardedCall
-from tieredemb.sharding.call_context import ShardedCallContext
+from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import Most
 from tieredemb.sharding.request import Request

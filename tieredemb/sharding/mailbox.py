@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.config import Array
+
 if TYPE_CHECKING:
     from tieredemb.sharding.construction import Connections
-
-    Array = np.ndarray[Any, Any]
 
 SHARED = "/dev/shm"  # where files are memory, if there is such a directory
 yield_core = getattr(os, "sched_yield", lambda: None)  # not every system has it

@@ -79,10 +79,6 @@ class Message(NamedTuple):
     values: torch.Tensor
     sizes: list[int]
 
-    def copied(self, times: int) -> Message:
-        """That to so many times the ranks."""
-        return Message(copied(self.values, times), self.sizes * times)
-
 
 def copied(values: torch.Tensor, times: int) -> torch.Tensor:
     """So many times the `values`, (K, …), one after the other."""
@@ -90,10 +86,14 @@ def copied(values: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def message(
-    counts: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor | None = None, held: Sequence[int] = ()
+    counts: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    held: Sequence[int] = (),
+    copies: int = 1,
 ) -> Message:
     """`counts`: int64 (W, F) · `ids`: int64 (W · bound,) · `lengths`: int64 (F, B), in the order of the ranks that hold
-    the features, which are `held` by each."""
+    the features, which are `held` by each · `copies`: to how many times the ranks it goes."""
     ranks = counts.shape[0]
     blocks = torch.cat([counts, ids.view(ranks, -1)], 1)
     if lengths is None:
@@ -102,7 +102,15 @@ def message(
     for rank, features in enumerate(held):
         pieces += [blocks[rank], lengths[first : first + features].reshape(-1)]
         first += features
-    return Message(torch.cat(pieces), [blocks.shape[1] + features * lengths.shape[1] for features in held])
+    values, sizes = torch.cat(pieces), [blocks.shape[1] + features * lengths.shape[1] for features in held]
+    return Message(values if copies == 1 else copied(values, copies), sizes * copies)
+
+
+def whole_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
+    """Of a part of whole tables, the `back` and the `grads` of `Bags` of so many samples. `held`, `copies`: of
+    `message`."""
+    bags = [features * samples for features in held] * copies
+    return bags if copies == 1 else [], bags
 
 
 class Came(NamedTuple):

@@ -19,7 +19,7 @@ class ShardedStats(CacheStats):
     and this rank owns · `gradient_bytes_sent`: gradients of what this rank has looked up, and their scales ·
     `wait_seconds`: of the host, until the headers came by which all ranks agree on each exchange · `gpu_wait_seconds`:
     of the GPU, at the barriers behind rows and gradients that GPUs write into each other's memory, until those of all
-    ranks had come.
+    ranks had come, at the one before the first rows of a captured step, and where memory for them is made.
     A replicated table is owned by every rank: what is sent to each of the others counts, and so do lookups for them.
 
     Lookups and their backward passes count: eager steps, and each replay of a captured step, also where GPUs write into

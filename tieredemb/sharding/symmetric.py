@@ -1,14 +1,13 @@
 """Rows that ranks write into each other's memory, where their GPUs reach one another: torch's symmetric memory.
 
 What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
-of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
-any more what was there before, and who reads that all have written. For both there is a barrier (`barrier.cu`) in that
-memory; and who writes ends with a fence (`spread.cuh`).
+of NCCL copies it. Who writes has to know that nobody reads any more what was there before, and who reads that all have
+written. For both there is a barrier (`barrier.cu`) in that memory; and who writes ends with a fence (`spread.cuh`).
 
-The barriers are before the first rows of a step, behind rows, and behind gradients. Rows and gradients of each forward
-have room of their own, which is written once a replay: gradients of the step before were read before a rank comes to
-the barrier that this step begins with. All ranks make the room before they capture, or none does, and each finds out
-by a word in it that what it has mapped is the others'.
+In a captured step (`captures`; for eager ones see `eager_rooms`) the barriers are before the first rows, behind rows,
+and behind gradients. Rows and gradients of each forward have room of their own, which is written once a replay:
+gradients of the step before were read before a rank comes to the barrier that this step begins with. All ranks make
+the room before they capture, or none does, and each finds out by a word in it that what it has mapped is the others'.
 """
 
 from __future__ import annotations

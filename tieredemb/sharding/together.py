@@ -16,8 +16,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
-from tieredemb.sharding.call import ShardedCall, forward_flag
-from tieredemb.sharding.call_context import ShardedCallContext
+from tieredemb.sharding.call import ShardedCall, ShardedCallContext, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following

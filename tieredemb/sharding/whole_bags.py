@@ -14,7 +14,7 @@ from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Padding, copied, message
+from tieredemb.sharding.padding import Padding, copied, message, whole_sizes
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class HostWholeBags:
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
         self.counts = np.zeros((part.ranks, 2 * len(owner)), np.int64)
         self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
-        self.back, self.grads = part.bags_of(batch.size)
+        self.back, self.grads = whole_sizes(part.held, part.copies, batch.size)
         self._asked_rows, self._lengths = self._those_kept(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
@@ -64,7 +64,7 @@ class HostWholeBags:
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
         lengths = torch.from_numpy(self._lengths[part.by_rank])
         self.ids = [bound.ids] * (part.ranks * part.copies)
-        self.asked, self.sent = message(counts, ids, lengths, part.held).copied(part.copies)
+        self.asked, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def _by_rank(self, values: Array) -> Array:
         """Of values of those occurrences that are looked up those by rank."""

@@ -6,17 +6,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
+from tieredemb.config import Array
 from tieredemb.kernels.chunks import each
 
 _ZEROED = 16 << 20  # bytes that a thread takes at a time
 _TOUCHED = 16  # blocks, likewise: some milliseconds
-
-Array = np.ndarray[Any, Any]
 
 
 def zero_in_parallel(array: Array) -> None:

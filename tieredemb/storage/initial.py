@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.config import Init, Normal, Uniform
+from tieredemb.config import Array, Init, Normal, Uniform
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels import twin
 from tieredemb.kernels.constants import NORMAL, UNIFORM
 
 if TYPE_CHECKING:
     from tieredemb.storage.initial_cuda import DeviceInitialRows
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

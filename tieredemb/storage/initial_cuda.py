@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.config import Array
 from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 _FILE = "storage/initial.cu"
 _THREADS = 256

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from operator import is_
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,10 +32,6 @@ from tieredemb.tables.row_state import (
 )
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
 
 _CAME_LATER = frozenset({"weight_decay_on_use"})  # checkpoints from before lack them, and leave them as they are
 

@@ -17,7 +17,7 @@ from tieredemb.cache.base import NO_USE, Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import Capacity, OptimizerConfig, TableConfig, slots_for
+from tieredemb.config import Array, Capacity, OptimizerConfig, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError, StorageFullError
 from tieredemb.kernels.kept_numbers import KeptNumbers
 from tieredemb.kernels.streams import on_device
@@ -32,8 +32,6 @@ from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig, shown_tables
 
 if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.cache.host.cache import HostCache

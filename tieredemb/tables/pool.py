@@ -35,8 +35,6 @@ from tieredemb.tables.table_set import Derived, Kept, Place, Rows, TableSet, mak
 if TYPE_CHECKING:
     from tieredemb.tables.division import Division
 
-    Array = np.ndarray[Any, Any]
-
 
 class Related:
     """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them

@@ -18,7 +18,7 @@ import torch
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.cache.stats import CacheStats
-from tieredemb.config import Capacity, InitFunction, features_of, without_functions
+from tieredemb.config import Array, Capacity, InitFunction, features_of, without_functions
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
@@ -34,8 +34,6 @@ from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.step_time import StepTime
 
 if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
     from tieredemb.tables.division import Division
 
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls that compute with them: bounds their memory

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tieredemb.cache.policy import Scoring
+from tieredemb.config import Array
 from tieredemb.kernels.constants import COUNT
 
 if TYPE_CHECKING:
     from tieredemb.tables.group import Group
-
-    Array = np.ndarray[Any, Any]
 
 MEMORY_SAMPLE, FILE_SAMPLE = 1 << 16, 1 << 14  # slots, or cold rows, whose scores are read; of a file each is a page
 TABLE_SAMPLE = 1 << 10  # of a table in memory, at least, as far as it has so many

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import Array, OptimizerConfig
 from tieredemb.errors import CheckpointError
 from tieredemb.kernels.constants import DECAY_LOG
 from tieredemb.lookup.histories import Histories, Stored
@@ -21,9 +21,6 @@ from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import new_histories, state_width
 from tieredemb.storage.checkpoint.manifest import Space
 from tieredemb.tables.group import Group
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 OF_OPTIMIZER = frozenset({"optimizer", "state_start", "rows"})  # of an identity: what tables without one do without
 _ROWS = 1 << 18  # at once

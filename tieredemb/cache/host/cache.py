@@ -35,7 +35,7 @@ from tieredemb.cache.plan_cpu import (
 from tieredemb.cache.policy_cpu import choose_victims, gains_of, part_of, raise_scores
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
-from tieredemb.config import Policy
+from tieredemb.config import Array, Policy
 from tieredemb.errors import StorageFullError
 from tieredemb.hash.row_index_cpu import RowIndex
 from tieredemb.hash.slot_map import map_bytes_per_slot
@@ -48,8 +48,6 @@ from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    Array = np.ndarray[Any, Any]
 
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
 BRING_EVERY = 16  # steps that begin with a lookup without a plan: in one of so many its missed rows replace others

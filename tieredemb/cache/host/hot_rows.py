@@ -6,14 +6,11 @@ cache and are emptied as soon as no ticket uses them. They count as batch buffer
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from tieredemb.config import Array
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.storage.base import RowLayout
-
-Array = np.ndarray[Any, Any]
 
 NO_KEY = -1
 NEVER = -(2**31)  # last batch of a slot that was never used

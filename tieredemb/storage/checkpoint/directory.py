@@ -27,10 +27,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tieredemb.config import Array
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError, some_of
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.checkpoint.files import (
-    Array,
     CheckedFile,
     HeldRows,
     RowFiles,

@@ -16,11 +16,12 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from tieredemb.config import Array
 from tieredemb.errors import CheckpointError
 from tieredemb.kernels.chunks import each
 from tieredemb.progress import progress
@@ -29,7 +30,6 @@ from tieredemb.storage.checkpoint.parts import KeyPart
 from tieredemb.storage.file.io import Descriptor, pread_all, pread_into, pwrite_all
 from tieredemb.storage.system import system
 
-Array = np.ndarray[Any, Any]
 HeldRows = tuple[Array, Array, Array]  # keys int64 (K,), ascending; weight carrier (K, D); state uint32 (K, S + 1)
 _CHUNK_BYTES = 2 << 20  # large enough to stream, small enough to stay in a CPU's cache until it is written
 _SCAN_ROWS = 1 << 20

@@ -8,12 +8,9 @@ those that are its own from all of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-import numpy as np
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+from tieredemb.config import Array
 
 SEPARATOR = "@"
 
