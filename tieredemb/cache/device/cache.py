@@ -477,7 +477,7 @@ class DeviceCache(Cache):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch = self._plan.time()  # that of all replays, which the host does not count
+                metadata.batch, _ = self._plan.time_and_used()  # that of all replays, which the host does not count
                 metadata.policy = self.scoring.name
                 self._write_back()
 
