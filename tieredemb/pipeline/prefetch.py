@@ -62,16 +62,7 @@ class Prefetch(Generic[B]):
             )
         self._named = None if ids_of is None else NamedLookups(self.modules, ids_of)
         self.autotuner = autotuner_of(self.modules.values(), depth)
-        self._model = model
-
-    @property
-    def left_to_step(self) -> bool:
-        """Whether a captured step has planned for a loop over this model before."""
-        return self._model in _LEFT_TO_STEPS
-
-    def leave_to_step(self) -> None:
-        """A captured step plans for a loop."""
-        _LEFT_TO_STEPS.add(self._model)
+        self.model = model
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -81,7 +72,7 @@ class Prefetch(Generic[B]):
         with (
             PlanExecutors(self.modules) as executors,
             contextlib.closing(Run(self, executors, self._named)) as run,
-            backward_on_this_thread(self._model, devices) if self.depth else contextlib.nullcontext(),
+            backward_on_this_thread(self.model, devices) if self.depth else contextlib.nullcontext(),
         ):
             ended = False
             while True:
@@ -172,7 +163,7 @@ class Run(Generic[B]):
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
         # a captured step that plans by itself again takes the loop over with its first batch: plans before are in vain
-        self._lookups = None if prefetch.left_to_step else named
+        self._lookups = None if prefetch.model in _LEFT_TO_STEPS else named
         self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
         self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
@@ -273,7 +264,7 @@ class Run(Generic[B]):
                 stacklevel=3,
             )
         self._planners.append(drop_plans)
-        self._prefetch.leave_to_step()
+        _LEFT_TO_STEPS.add(self._prefetch.model)
         self._listen(False)
         self._observed.clear()
         self._drop_all()

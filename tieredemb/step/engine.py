@@ -54,15 +54,6 @@ if TYPE_CHECKING:
 _MAY_BE_DISTRIBUTED = torch.distributed.is_available()
 
 
-class _Over:
-    """A forward that no backward can follow."""
-
-    is_over = True
-
-
-_OVER = _Over()
-
-
 class _Accumulated:
     """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
     way keeps no later backward from its update."""
@@ -217,7 +208,7 @@ class Engine:
         kind = USE if ages else USE_AGAIN
         output = call_type(place.device_type).read(batch, context, place, kind)
         if output is not None and time is not None:
-            time.looked_up(tables, _OVER)
+            time.looked_up(tables, None)
         return output
 
     def lookup_planned(self, given: tuple[Any, ...], hook: torch.Tensor, *, trains: bool) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.tracing import untraced
@@ -277,23 +278,15 @@ class Elements(torch.Tensor):
             found = elements(func, first, args, kwargs)
             if found is not NotImplemented:
                 return found
-        args, kwargs = _each(args), {name: _each(value) for name, value in kwargs.items()}
+        args, kwargs = tree_map_only(Elements, Elements.whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():  # nobody would be told that no gradient comes back
             raise UnsupportedError(f"{func} of elements of a table; take a copy of the table by weight.clone() first")
-        return func(*_each(args), **{name: _each(value) for name, value in (kwargs or {}).items()})
-
-
-def _each(given: Any) -> Any:
-    """With the elements of all rows in the place of what stands for them."""
-    if isinstance(given, Elements):
-        return given.whole()
-    if isinstance(given, (list, tuple)) and type(given) in (list, tuple):
-        return type(given)(_each(each) for each in given)
-    return given
+        args, kwargs = tree_map_only(Elements, Elements.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
