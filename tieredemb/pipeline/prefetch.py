@@ -24,6 +24,7 @@ from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
 from tieredemb.pipeline.backward_thread import backward_on_this_thread
+from tieredemb.pipeline.batches import do_nothing
 from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
@@ -134,7 +135,7 @@ class _Fetched(Generic[B]):
     def __init__(
         self,
         batch: B | None,
-        receive: Callable[[], None] = lambda: None,
+        receive: Callable[[], None] = do_nothing,
         *,
         error: BaseException | None = None,
     ) -> None:

@@ -323,11 +323,6 @@ class Engine:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def step_alone(self) -> None:
-        """Takes a step in which no row has a gradient."""
-        assert self.optimizer is not None
-        updates_on(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
-
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `TieredModule.accumulate`."""
@@ -438,10 +433,11 @@ class _Rows:
     @ranged("update")
     def step_alone(self) -> None:
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and engine.optimizer is not None:
             if LAGGING:
                 catch_up_lagging(engine.tables)
-            engine.step_alone()
+            tables = engine.tables
+            updates_on(tables.placed.now.config.device.type).step_alone(tables, engine.optimizer)
 
     @ranged("update")
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
