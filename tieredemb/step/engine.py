@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,7 +43,6 @@ from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
 from tieredemb.tables.division import share_capacity
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import Place, TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -433,11 +432,16 @@ class _Rows:
     @ranged("update")
     def step_alone(self) -> None:
         engine = self._engine()
-        if engine is not None and engine.optimizer is not None:
-            if LAGGING:
-                catch_up_lagging(engine.tables)
-            tables = engine.tables
-            updates_on(tables.placed.now.config.device.type).step_alone(tables, engine.optimizer)
+        if engine is None or engine.optimizer is None:
+            return
+        if engine.tables.config.device.type == "cpu":
+            self.update_rows(iter(()), (), reaches_all=False)
+            return
+        from tieredemb.step.device_update import step_alone
+
+        if LAGGING:
+            catch_up_lagging(engine.tables)
+        step_alone(engine.tables, engine.optimizer)
 
     @ranged("update")
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
@@ -497,7 +501,7 @@ def _update(collected: Collected) -> None:
         for pair in collected:  # tables of one conversion may be on several devices
             on_type.setdefault(pair[0].device_type, []).append(pair)
         for device_type, its in on_type.items():
-            updates_on(device_type).apply(its)
+            apply_on(device_type)(its)
     finally:
         release_all([call for call, _ in collected])
 
@@ -514,26 +518,17 @@ def call_type(device_type: str) -> type[Call]:
     return HostCall
 
 
-class Updates(Protocol):
-    """The updates of tables on devices of one type."""
-
-    def apply(self, collected: Collected) -> None:
-        """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
-
-    def step_alone(self, tables: TableSet, optimizer: RowOptimizer) -> None:
-        """Takes an optimizer step in which no row has a gradient."""
-
-
 @functools.cache
-def updates_on(device_type: str) -> Updates:
-    """Those of the tables' device."""
+def apply_on(device_type: str) -> Callable[[Collected], None]:
+    """What takes one optimizer step, on the tables' device, for the calls of one backward pass, which are in forward
+    order."""
     if device_type == "cuda":
-        from tieredemb.step import device_update
+        from tieredemb.step.device_update import apply
 
-        return device_update
+        return apply
     from tieredemb.step import host_call
 
-    return host_call
+    return host_call.apply
 
 
 def _check_world_size() -> None:
