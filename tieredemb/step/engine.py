@@ -407,22 +407,16 @@ class _Rows:
             return tables.weight(table, start=start, stop=stop)
         from tieredemb.step.device_row_update import read_rows
 
-        return read_rows(tables, table, start, stop)
-
-    def chunk_rows(self, table: int) -> int:
-        return chunk_rows(self._here.tables, table)
-
-    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        tables = self._here.tables
-        device, chunks = tables.config.device, list(spans(chunk_rows(tables, table), start, stop))
-        if device.type == "cpu" or len(chunks) == 1:
-            return self.read_rows(table, start, stop)
-        from tieredemb.step.device_row_update import read_rows
-
+        chunks = list(spans(chunk_rows(tables, table), start, stop))
+        if len(chunks) == 1:
+            return read_rows(tables, table, start, stop)
         found = tables.empty_weight(table, device, stop - start)
         for first, last in chunks:
             read_rows(tables, table, first, last, found[first - start : last - start])
         return found
+
+    def chunk_rows(self, table: int) -> int:
+        return chunk_rows(self._here.tables, table)
 
     @ranged("update")
     def update(self, collected: Collected) -> None:

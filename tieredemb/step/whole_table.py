@@ -39,11 +39,8 @@ class Rows(Protocol):
         """How many rows of a table are read at a time."""
 
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers."""
-
-    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        """The same of more than a chunk. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold
-        them."""
+        """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers.
+        Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold them."""
 
 
 class Span:
@@ -71,7 +68,7 @@ class Span:
 
     def whole(self) -> torch.Tensor:
         """All of them, (K, D), which others may change."""
-        return self.rows.whole_rows(self.table, self.start, self.stop)
+        return self.rows.read_rows(self.table, self.start, self.stop)
 
 
 def _leaf() -> torch.Tensor:
