@@ -20,7 +20,7 @@ from torch import nn
 
 from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown, some_of
-from tieredemb.modules.forwards import LISTENERS, Forward
+from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
 from tieredemb.pipeline.backward_thread import backward_on_this_thread
@@ -304,7 +304,6 @@ class Run(Generic[B]):
     def _listen(self, on: bool) -> None:
         if on:
             self._listener = Listener(self.observe)
-            LISTENERS.append(self._listener)
         elif self._listener is not None:
             self._listener.leave()
 
