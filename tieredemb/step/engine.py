@@ -28,13 +28,11 @@ from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import (
-    NUMBERS,
     BackwardPass,
     Call,
     CallContext,
     Collected,
     in_forward_order,
-    inside_backward,
     look_up,
     release_all,
 )
@@ -388,17 +386,7 @@ class _Rows:
         return engine
 
     def use(self, table: int) -> WholeUse:
-        engine = self._here
-        tables, optimizer = engine.tables, engine.optimizer
-
-        def version() -> object:
-            taken = optimizer.steps_taken if isinstance(optimizer, FollowedOptimizer) else 0
-            return tables.writes, taken
-
-        context = engine.context(LookupOptions())
-        made = WholeUse(context, next(NUMBERS), table, version)
-        made.within = context.backward_pass.touch() if inside_backward() else None
-        return made
+        return WholeUse(self._here.context(LookupOptions()), table)
 
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         tables = self._here.tables
