@@ -15,19 +15,16 @@ import tieredemb as te
 class OracleCache:
     """Which keys are resident after each batch, and how many lookups hit: LRFU in float64 over dicts.
 
-    `half_life`: batches, `math.inf` for exact counts, 0 for LRU. Ties of score go to the older batch; rows of the last
-    `lock_window` batches stay. `time`: the batches that have aged scores.
+    `half_life`: batches, `math.inf` for exact counts, 0 for LRU. Ties of score go to the older batch. `time`:
+    the batches that have aged scores.
     """
 
-    def __init__(
-        self, slots: int, half_life: float, *, remember: bool = True, lock_window: int = 0, precision: float = 0.0
-    ) -> None:
+    def __init__(self, slots: int, half_life: float, *, remember: bool = True, precision: float = 0.0) -> None:
         self.precision = precision
         self.ambiguous = False  # whether the last choice of victims hung on a difference within `precision`
         self.slots = slots
         self.half_life = half_life
         self.remember = remember
-        self.lock_window = lock_window
         self.resident: set[int] = set()
         self.score: dict[int, float] = {}
         self.last: dict[int, int] = {}
@@ -44,7 +41,7 @@ class OracleCache:
             self.last[key] = self.batch
         short = len(missed) - (self.slots - len(self.resident))
         if short > 0:
-            unlocked = [key for key in self.resident if self.last[key] < self.batch - self.lock_window]
+            unlocked = [key for key in self.resident if self.last[key] < self.batch]
             ranked = sorted(unlocked, key=lambda key: (self.score[key], self.last[key]))
             victims = ranked[:short]
             if short < len(ranked):

@@ -19,7 +19,7 @@ from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.policy import scoring
 from tieredemb.cache.tickets import Flight, TicketBook
-from tieredemb.errors import ConfigError, ForkedError, StorageError, StorageFullError
+from tieredemb.errors import ForkedError, StorageError, StorageFullError
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.kernels.constants import DROPPED, MIN_SCORE
 from tieredemb.storage.base import RowLayout
@@ -98,15 +98,13 @@ def test_rows_survive_any_capacity_and_any_tickets_in_flight(batches, slots, dat
     assert whole_table(cache)[0] == expected.tolist()
 
 
-@given(BATCHES, AGES, st.integers(1, 20), st.integers(0, 2), st.sampled_from([0, 1, 7, 300, math.inf]), st.booleans())
+@given(BATCHES, AGES, st.integers(1, 20), st.sampled_from([0, 1, 7, 300, math.inf]), st.booleans())
 @settings(max_examples=200)
-def test_residents_and_hits_are_those_of_the_oracle(batches, ages, slots, window, half_life, remember):
+def test_residents_and_hits_are_those_of_the_oracle(batches, ages, slots, half_life, remember):
     policy = LRU() if half_life == 0 else LFU(half_life_batches=half_life, remember_evicted=remember)
-    cache = make_cache(slots, policy=policy, lock_window=window)
+    cache = make_cache(slots, policy=policy)
     fixed_point = 8 / scoring(policy).unit if half_life in (1, 7, 300) else 0.0  # each use rounds to half a unit
-    oracle = OracleCache(
-        slots, half_life, remember=remember or half_life == 0, lock_window=window, precision=fixed_point
-    )
+    oracle = OracleCache(slots, half_life, remember=remember or half_life == 0, precision=fixed_point)
     for batch, is_later in zip(batches, ages, strict=False):
         keys = [key for key in batch if key >= 0]
         before = cache.stats()
@@ -403,11 +401,6 @@ def test_memory_report_counts_plans_and_transient_rows():
     assert cache.memory_report()["batch"]["plans"] == 0
 
 
-def test_lock_window_must_not_be_negative():
-    with pytest.raises(ConfigError, match="lock_window"):
-        make_cache(2, lock_window=-1)
-
-
 # --- what a cache must not lose or confuse ----------------------------------------------------------------------------
 
 
@@ -538,7 +531,7 @@ def test_batches_released_after_a_ticket_in_flight_count_as_locked():
     assert book.locked(2) == (20 + 30 + 40 + 50, True)
     flights[1].release()
     assert (book.live, book.oldest(6)) == (set(), 6)
-    assert book.locked(5) == (50, False)  # a lock window of one batch
+    assert book.locked(5) == (50, False)  # released batches lock on while an older one is in flight
     book.reset()  # batches go back, as after a checkpoint
     assert book.locked(2) == (0, False)
     book.open(Empty(2, book), ids=7)

@@ -25,10 +25,10 @@ class LedgerMachine(RuleBasedStateMachine):
     `flights`: those in flight · `holds`: each with the oldest batch that it keeps locked · `eager`: the last batch
     planned outside a capture · `steps`: captured ones, as `Effects` and what the model expects of them."""
 
-    @initialize(window=st.sampled_from([0, 0, 1, 3]), start=st.sampled_from([0, 1000]))
-    def begins(self, window, start):
-        self.book, self.window = TicketBook(), window
-        self.ledger = Ledger(self.book, window)
+    @initialize(start=st.sampled_from([0, 1000]))
+    def begins(self, start):
+        self.book = TicketBook()
+        self.ledger = Ledger(self.book)
         self.batches, self.flights, self.holds, self.steps = {}, {}, [], []
         self.restarts(start)
 
@@ -39,7 +39,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def oldest(self, batch):
         kept = [*self.flights, *(oldest for _, oldest in self.holds)]
-        return min([batch - self.window, *kept])
+        return min([batch, *kept])
 
     def reach(self, ended):
         oldest = min(ended, default=self.last + 1)

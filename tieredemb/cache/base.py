@@ -20,7 +20,7 @@ from tieredemb.cache.policy import scoring
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.config import LFU, Array, Policy
-from tieredemb.errors import ConfigError, ForkedError, StorageError
+from tieredemb.errors import ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import STATE_DTYPE, ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -70,8 +70,8 @@ NO_USE = PlanKind(scored=False, ages=False)  # of rows that are wanted in their 
 class Cache(abc.ABC):
     """A cache of `slots` rows over `cold`.
 
-    `initial` generates rows that were never written (without it they are zeros). `lock_window`: rows of this many
-    previous batches are never evicted. Calls are serialised; none may come from a forked child.
+    `initial` generates rows that were never written (without it they are zeros). Calls are serialised; none may come
+    from a forked child.
 
     A plan has a number, by which rows are locked and, of equal score, the one used longest ago leaves; and a time, of
     which scores are made. A plan that `ages` scores (`PlanKind`), as plans do, is of the next time. Those that follow
@@ -88,11 +88,8 @@ class Cache(abc.ABC):
         slots: int,
         policy: Policy | None,
         initial: InitialRows | None,
-        lock_window: int,
         device: torch.device,
     ) -> None:
-        if lock_window < 0:
-            raise ConfigError(f"lock_window must be 0 or more batches, got {lock_window}")
         self.number = next(_numbers)  # in the order in which caches are made, and locked (`locks.Locks`)
         self.cold = cold
         self.slots = slots
@@ -101,7 +98,6 @@ class Cache(abc.ABC):
         self.lock = threading.RLock()  # rows and their arrays: lookups and updates
         self.plan_lock = self.lock  # what plans alone know: keys, scores, room; taken before `lock`
         self._initial = initial
-        self._lock_window = lock_window
         self.scoring = scoring(self.policy)
         self._book = TicketBook()
         self._pid = os.getpid()
@@ -316,10 +312,6 @@ class Cache(abc.ABC):
         """Gives back what the cache holds beside its cold storage."""
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _oldest(self, batch: int) -> int:
-        """Rows used at or after this batch are locked while `batch` is planned."""
-        return min(self._book.oldest(batch), batch - self._lock_window)
 
     def _generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
         """Writes the initial row of each key to `rows` of `weight` and of the first words of `state`."""

@@ -49,4 +49,4 @@ def row_power(weight, row, state, home, g, rate, numbers):
 
 @over_ranges
 def segments_norm(lo, hi, batch, rows, rate, numbers, scale):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_power, stays, 0)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_power, stays, 0, None, None)

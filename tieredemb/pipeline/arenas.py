@@ -215,16 +215,15 @@ class Arena(Generic[R]):
         for among, each in planned:
             among.drop(each)
 
-    def unplan(self) -> None:
-        """Drops the plans as `drop` does, and keeps the batch."""
-        batch = self.batch
-        self.drop()
-        self.batch = batch
-
     def drop(self) -> int:
-        """Drops the plans that no forward has taken, and forgets the batch; returns how many there were. The current
-        stream waits for them, as it may be about to overwrite what they read."""
-        planned, self._planned, self.batch = self._planned, [], None
+        """Does as `unplan`, and forgets the batch."""
+        self.batch = None
+        return self.unplan()
+
+    def unplan(self) -> int:
+        """Drops the plans that no forward has taken; returns how many there were. The current stream waits for them, as
+        it may be about to overwrite what they read."""
+        planned, self._planned = self._planned, []
         dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:
             for each in dropped:

@@ -105,6 +105,10 @@ def map_tensors(
     return batch if otherwise is None else otherwise(batch)
 
 
+def do_nothing() -> None:
+    """What is called where nothing is to be done."""
+
+
 def detached(function: Callable[[Any], R], batch: Any) -> R:
     """What the function returns, without autograd's graph: it would tie a capture to an earlier step if it lived on."""
     result: R = map_tensors(function(batch), torch.Tensor.detach)

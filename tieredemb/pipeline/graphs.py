@@ -17,7 +17,7 @@ from tieredemb.kernels.captures import CAPTURING
 from tieredemb.modules.forwards import Forward, observe_forwards
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.autotuner import Autotuner
-from tieredemb.pipeline.batches import detached, tensors_of
+from tieredemb.pipeline.batches import detached, do_nothing, tensors_of
 from tieredemb.pipeline.buffers import OtherShapesError
 from tieredemb.pipeline.prefetch import Run, running
 from tieredemb.pipeline.summary import ACCUMULATES, FIRST, NO_GPU, OTHER_SHAPES, StepSummary
@@ -139,7 +139,7 @@ class GraphStep(Generic[R]):
         loop = running(batch)
         if loop is not None:
             if self._agreement is None and not step.gains_ahead:
-                loop.leave_planning_to(_plan_nothing, 0)
+                loop.leave_planning_to(do_nothing, 0)  # each batch is planned at its call
             elif loop.named or step.lookups.forwards:
                 loop.leave_planning_to(self._leave_loop, AHEAD)
                 return loop
@@ -241,10 +241,6 @@ class GraphStep(Generic[R]):
             step.number = 0 if agreement is None else agreement.begin_step()
             self._forms, self._agreement = Forms(step, buffers, agreement, self._summary), agreement
             self._step = step
-
-
-def _plan_nothing() -> None:
-    """Of a loop whose batches the step plans itself, each with its own."""
 
 
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:

@@ -37,6 +37,7 @@ class Listener:
 
     def __init__(self, observe: Callable[[Forward], object]) -> None:
         self._observe = weakref.WeakMethod(observe)
+        LISTENERS.append(self)
 
     def __call__(self, forward: Forward) -> None:
         observe = self._observe()

@@ -17,7 +17,7 @@ from tieredemb.cache.base import AHEAD, Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_device, on_stream, side_stream
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
+from tieredemb.pipeline.batches import are_on_gpu, do_nothing, map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, plan_groups
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor
@@ -66,7 +66,7 @@ class PlanExecutors:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
         there. And what is to be called before the batch is used."""
         if self._copies is None:
-            return batch, _nothing
+            return batch, do_nothing
         batch, receive = self._copies.fetch(batch)
         for executor in self._executors.values():
             if isinstance(executor, StreamExecutor | WorkerExecutor):
@@ -228,7 +228,7 @@ class _Copies:
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch on the device, or on its way there, and what is to be called before it is used."""
         if are_on_gpu(batch):
-            return batch, _nothing
+            return batch, do_nothing
         with torch.cuda.stream(side_stream(self._device)):
             moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))
             self.arrived = arrived = torch.cuda.Event()
@@ -248,10 +248,6 @@ class _Copies:
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self._device, non_blocking=True)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _moved(value: Any, device: torch.device) -> Any:

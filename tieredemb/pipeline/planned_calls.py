@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tieredemb.kernels.tracing import untraced
-from tieredemb.modules.forwards import LISTENERS, Forward
+from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, learn
 from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, plan_at_once
@@ -116,7 +116,6 @@ class _Call:
         self.thread = threading.get_ident()
         self.modules = weakref.WeakSet(part for part in model.modules() if isinstance(part, LookupModule))
         self.observed, self.listener = [], Listener(self.observe)
-        LISTENERS.append(self.listener)
 
     def observe(self, forward: Forward) -> None:
         """A forward has come, of any module and thread."""

@@ -20,10 +20,11 @@ from torch import nn
 
 from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown, some_of
-from tieredemb.modules.forwards import LISTENERS, Forward
+from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
 from tieredemb.pipeline.backward_thread import backward_on_this_thread
+from tieredemb.pipeline.batches import do_nothing
 from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
@@ -62,16 +63,7 @@ class Prefetch(Generic[B]):
             )
         self._named = None if ids_of is None else NamedLookups(self.modules, ids_of)
         self.autotuner = autotuner_of(self.modules.values(), depth)
-        self._model = model
-
-    @property
-    def left_to_step(self) -> bool:
-        """Whether a captured step has planned for a loop over this model before."""
-        return self._model in _LEFT_TO_STEPS
-
-    def leave_to_step(self) -> None:
-        """A captured step plans for a loop."""
-        _LEFT_TO_STEPS.add(self._model)
+        self.model = model
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -81,7 +73,7 @@ class Prefetch(Generic[B]):
         with (
             PlanExecutors(self.modules) as executors,
             contextlib.closing(Run(self, executors, self._named)) as run,
-            backward_on_this_thread(self._model, devices) if self.depth else contextlib.nullcontext(),
+            backward_on_this_thread(self.model, devices) if self.depth else contextlib.nullcontext(),
         ):
             ended = False
             while True:
@@ -143,7 +135,7 @@ class _Fetched(Generic[B]):
     def __init__(
         self,
         batch: B,
-        receive: Callable[[], None] = lambda: None,
+        receive: Callable[[], None] = do_nothing,
         *,
         error: BaseException | None = None,
     ) -> None:
@@ -172,7 +164,7 @@ class Run(Generic[B]):
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
         # a captured step that plans by itself again takes the loop over with its first batch: plans before are in vain
-        self._lookups = None if prefetch.left_to_step else named
+        self._lookups = None if prefetch.model in _LEFT_TO_STEPS else named
         self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
         self.requested_ahead = 0  # how many of the next batches such a step is given
         self._current: _Fetched[B] | None = None
@@ -273,7 +265,7 @@ class Run(Generic[B]):
                 stacklevel=3,
             )
         self._planners.append(drop_plans)
-        self._prefetch.leave_to_step()
+        _LEFT_TO_STEPS.add(self._prefetch.model)
         self._listen(False)
         self._observed.clear()
         self._drop_all()
@@ -312,7 +304,6 @@ class Run(Generic[B]):
     def _listen(self, on: bool) -> None:
         if on:
             self._listener = Listener(self.observe)
-            LISTENERS.append(self._listener)
         elif self._listener is not None:
             self._listener.leave()
 

@@ -58,7 +58,7 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.collectives import hold
 from tieredemb.kernels.streams import on_device, on_stream, own_stream, side_by_side
 from tieredemb.pipeline.arenas import Arena, Lookups, PlannedCall, StepGraph, states_of
-from tieredemb.pipeline.batches import tensors_of
+from tieredemb.pipeline.batches import do_nothing, tensors_of
 from tieredemb.pipeline.buffers import Buffers, waits_to_load
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
@@ -286,7 +286,7 @@ class Ring(Generic[R]):
         """A step is captured inside, which plans the batch of one arena and computes that of another, or the same. What
         this yields is called once for each replay."""
         if self._agreement is None:
-            return nullcontext(_count_nothing)
+            return nullcontext(do_nothing)
         hold(self)
         given = [each.given for each in planning.expected(self._step, named)]
         planned = [each.given for each in computing.expected(self._step, named)] if self.reach else []
@@ -520,10 +520,6 @@ class Ring(Generic[R]):
         """A step is over, and has left batches in flight."""
         self._last = [cache.plans for cache in self._books]
         self._pending = [cache.unfinished for cache in self._books]
-
-
-def _count_nothing() -> None:
-    """Of a step of one process."""
 
 
 @contextmanager

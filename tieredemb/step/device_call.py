@@ -112,11 +112,12 @@ class DeviceCall(Call):
     @staticmethod
     def inputs(batch: Batch, *, may_exceed_bags: bool = False) -> tuple[torch.Tensor, Edges]:
         """What is to be planned, as kernels take it."""
-        offsets = batch.offsets
-        if not isinstance(offsets, EqualBags):
-            offsets = offsets.detach().to(torch.int64).contiguous()
-        exact = batch.exact and not may_exceed_bags
-        return batch.ids.to(torch.int64), Edges(offsets, batch.edges, exact, batch.ids.shape[0])
+        ids, offsets = batch.ids, batch.offsets
+        if ids.dtype is not torch.int64:
+            ids = ids.to(torch.int64)
+        if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
+            offsets = offsets.to(torch.int64).contiguous()
+        return ids, Edges(offsets, batch.edges, batch.exact and not may_exceed_bags, ids.shape[0])
 
     def ids_in(self, groups: Sequence[DeviceGroup]) -> list[int]:
         """How many each group has room for."""

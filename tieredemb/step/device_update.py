@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,18 +81,12 @@ def _update(collected: Collected) -> None:
     with tables.placed.now.rows.held(), on_device(tables.config.device):
         # notes what is skipped, for which other threads wait
         scaling, stays = scaling_of([context.check_trainable()], tables, grads)
-        faults, updates = _faults(calls), list[_Update]()
-        for g, group in enumerate(device_groups(tables.groups)):
-            parts = [call.parts[g] for call in calls]
-
-            def combined(
-                grads: Sequence[torch.Tensor], parts: Sequence[DeviceGroupCall] = parts
-            ) -> tuple[Combined, torch.Tensor | None]:
-                return Combined(parts, grads), None
-
-            # recorded is what comes step after step, which is one call
-            recurs = stays and len(calls) == 1
-            updates.append(_Update(group, faults, parts, [context], scaling, recurs, combined))
+        recurs = stays and len(calls) == 1  # recorded is what comes step after step, which is one call
+        faults, groups = _faults(calls), device_groups(tables.groups)
+        updates = [
+            _Update(group, faults, [call.parts[g] for call in calls], [context], scaling, recurs)
+            for g, group in enumerate(groups)
+        ]
         _launch(tables, calls, updates, [grads])
 
 
@@ -116,19 +110,8 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
         with on_device(tables.config.device):
             scaled = optimizers[:1] if is_one else optimizers
             scaling, stays = scaling_of(scaled, tables, grads, None if is_one else taken)
-        part = call.parts[block]
-
-        def combined(
-            grads: Sequence[torch.Tensor], part: DeviceGroupCall = part, whole: DeviceGroup = whole
-        ) -> tuple[Combined, torch.Tensor | None]:
-            places = whole.lookup.addresses(grads) if _may_stay(grads) else None
-            grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
-            return Combined([part], [grad]), places
-
-        faults = [call.memory.faults[block]]
-        of_block = _Update(
-            whole, faults, [part], contexts, scaling, stays, combined, taken, of_features=taken, block=len(updates)
-        )
+        faults, parts = [call.memory.faults[block]], [call.parts[block]]
+        of_block = _Update(whole, faults, parts, contexts, scaling, stays, taken, of_features=taken, block=len(updates))
         updates.append(of_block)
         grads_of.append(grads)
     if updates:
@@ -151,12 +134,8 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
         optimizers = [context.check_trainable() for context in in_order]
         scaling, stays = scaling_of(optimizers, in_order[0].tables, grads, taken)
 
-    counts = [len(grad) for grad in grads]
-
-    def combined(grads: Sequence[torch.Tensor]) -> tuple[Combined, torch.Tensor | None]:
-        return Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts], counts), None
-
-    update = _Update(whole, _faults(calls), parts, contexts, scaling, stays, combined, taken)
+    features, counts = [part.group.own.start for part in parts], [len(grad) for grad in grads]
+    update = _Update(whole, _faults(calls), parts, contexts, scaling, stays, taken, features=features, counts=counts)
     _launch(tables, calls, [update], [grads])
 
 
@@ -174,9 +153,9 @@ class Prepared(NamedTuple):
 class _Update:
     """The step of a `group` of tables, or of some that share its cache: those of numbers `taken`, int32 (K,). `faults`:
     of their calls, and `parts`: what these have there · `contexts`: of the tables · `stays`: whether `scaling` lies
-    where it did at the last step · `combined`: the calls as one batch, given gradients, and where these lie, if they
-    stay there · `of_features`: the tables of its features, int32 (K,), where those are not all of the cache · `block`:
-    which of the gradients of the update are those of its outputs."""
+    where it did at the last step · `of_features`: the tables of its features, int32 (K,), where those are not all of
+    the cache, and one plan is of all · `features`, `counts`: see `Combined` · `block`: which of the gradients of the
+    update are those of its outputs."""
 
     group: DeviceGroup
     faults: Sequence[torch.Tensor]
@@ -184,9 +163,10 @@ class _Update:
     contexts: Sequence[CallContext]
     scaling: Scaling
     stays: bool
-    combined: Callable[[Sequence[torch.Tensor]], tuple[Combined, torch.Tensor | None]]
     taken: torch.Tensor | None = None
     of_features: torch.Tensor | None = None
+    features: Sequence[int] | None = None
+    counts: Sequence[int] | None = None
     block: int = 0
 
     @property
@@ -211,7 +191,11 @@ class _Update:
     def prepare(self, grads: Sequence[torch.Tensor]) -> Prepared:
         """What it reads, by `grads`, or by those put together: all that may fail for want of memory, and changes no
         row."""
-        (batch, places), faults = self.combined(grads), self.faults
+        places, faults = None, self.faults
+        if self.of_features is not None and len(grads) > 1:
+            places = self.group.lookup.addresses(grads) if _may_stay(grads) else None
+            grads = [torch.cat([*grads])] if places is None else grads[:1]
+        batch = Combined(self.parts, grads, self.group.lookup, self.features, self.counts)
         return Prepared(batch, places, batch.segments(), faults[0] if len(faults) == 1 else torch.cat([*faults]))
 
     def launch(self, options: torch.Tensor, overflow: OverflowRows, prepared: Prepared) -> None:
@@ -295,9 +279,9 @@ def scaling_of(
 def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
     """Whether an update may read several gradients where they lie, and need not put them together: in a graph, which
     finds them in the same places each time."""
-    if len(grads) == 1 or not torch.cuda.is_current_stream_capturing():
-        return False
-    return all(grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads)
+    return torch.cuda.is_current_stream_capturing() and all(
+        grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads
+    )
 
 
 def _is_plain(parts: Sequence[DeviceGroupCall]) -> bool:

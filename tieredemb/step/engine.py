@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,13 +28,11 @@ from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import (
-    NUMBERS,
     BackwardPass,
     Call,
     CallContext,
     Collected,
     in_forward_order,
-    inside_backward,
     look_up,
     release_all,
 )
@@ -43,7 +41,6 @@ from tieredemb.step.whole_gradient import WholeUse, chunk_rows, spans
 from tieredemb.tables.division import share_capacity
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import Place, TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -52,15 +49,6 @@ if TYPE_CHECKING:
 
 
 _MAY_BE_DISTRIBUTED = torch.distributed.is_available()
-
-
-class _Over:
-    """A forward that no backward can follow."""
-
-    is_over = True
-
-
-_OVER = _Over()
 
 
 class _Accumulated:
@@ -217,7 +205,7 @@ class Engine:
         kind = USE if ages else USE_AGAIN
         output = call_type(place.device_type).read(batch, context, place, kind)
         if output is not None and time is not None:
-            time.looked_up(tables, _OVER)
+            time.looked_up(tables, None)
         return output
 
     def lookup_planned(self, given: tuple[Any, ...], hook: torch.Tensor, *, trains: bool) -> torch.Tensor | None:
@@ -334,11 +322,6 @@ class Engine:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def step_alone(self) -> None:
-        """Takes a step in which no row has a gradient."""
-        assert self.optimizer is not None
-        updates_on(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
-
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `TieredModule.accumulate`."""
@@ -410,17 +393,7 @@ class _Rows:
         return engine
 
     def use(self, table: int) -> WholeUse:
-        engine = self._here
-        tables, optimizer = engine.tables, engine.optimizer
-
-        def version() -> object:
-            taken = optimizer.steps_taken if isinstance(optimizer, FollowedOptimizer) else 0
-            return tables.writes, taken
-
-        context = engine.context(LookupOptions())
-        made = WholeUse(context, next(NUMBERS), table, version)
-        made.within = context.backward_pass.touch() if inside_backward() else None
-        return made
+        return WholeUse(self._here.context(LookupOptions()), table)
 
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         tables = self._here.tables
@@ -429,22 +402,16 @@ class _Rows:
             return tables.weight(table, start=start, stop=stop)
         from tieredemb.step.device_row_update import read_rows
 
-        return read_rows(tables, table, start, stop)
-
-    def chunk_rows(self, table: int) -> int:
-        return chunk_rows(self._here.tables, table)
-
-    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        tables = self._here.tables
-        device, chunks = tables.config.device, list(spans(chunk_rows(tables, table), start, stop))
-        if device.type == "cpu" or len(chunks) == 1:
-            return self.read_rows(table, start, stop)
-        from tieredemb.step.device_row_update import read_rows
-
+        chunks = list(spans(chunk_rows(tables, table), start, stop))
+        if len(chunks) == 1:
+            return read_rows(tables, table, start, stop)
         found = tables.empty_weight(table, device, stop - start)
         for first, last in chunks:
             read_rows(tables, table, first, last, found[first - start : last - start])
         return found
+
+    def chunk_rows(self, table: int) -> int:
+        return chunk_rows(self._here.tables, table)
 
     @ranged("update")
     def update(self, collected: Collected) -> None:
@@ -454,10 +421,16 @@ class _Rows:
     @ranged("update")
     def step_alone(self) -> None:
         engine = self._engine()
-        if engine is not None:
-            if LAGGING:
-                catch_up_lagging(engine.tables)
-            engine.step_alone()
+        if engine is None or engine.optimizer is None:
+            return
+        if engine.tables.config.device.type == "cpu":
+            self.update_rows(iter(()), (), reaches_all=False)
+            return
+        from tieredemb.step.device_update import step_alone
+
+        if LAGGING:
+            catch_up_lagging(engine.tables)
+        step_alone(engine.tables, engine.optimizer)
 
     @ranged("update")
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
@@ -517,7 +490,7 @@ def _update(collected: Collected) -> None:
         for pair in collected:  # tables of one conversion may be on several devices
             on_type.setdefault(pair[0].device_type, []).append(pair)
         for device_type, its in on_type.items():
-            updates_on(device_type).apply(its)
+            apply_on(device_type)(its)
     finally:
         release_all([call for call, _ in collected])
 
@@ -534,26 +507,17 @@ def call_type(device_type: str) -> type[Call]:
     return HostCall
 
 
-class Updates(Protocol):
-    """The updates of tables on devices of one type."""
-
-    def apply(self, collected: Collected) -> None:
-        """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
-
-    def step_alone(self, tables: TableSet, optimizer: RowOptimizer) -> None:
-        """Takes an optimizer step in which no row has a gradient."""
-
-
 @functools.cache
-def updates_on(device_type: str) -> Updates:
-    """Those of the tables' device."""
+def apply_on(device_type: str) -> Callable[[Collected], None]:
+    """What takes one optimizer step, on the tables' device, for the calls of one backward pass, which are in forward
+    order."""
     if device_type == "cuda":
-        from tieredemb.step import device_update
+        from tieredemb.step.device_update import apply
 
-        return device_update
+        return apply
     from tieredemb.step import host_call
 
-    return host_call
+    return host_call.apply
 
 
 def _check_world_size() -> None:

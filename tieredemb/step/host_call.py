@@ -522,20 +522,6 @@ def apply(collected: Collected) -> None:
         carry_out(todo)
 
 
-def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
-    """Takes an optimizer step in which no row has a gradient."""
-    place = tables.placed.now
-    todo: list[RowPass] = []
-    with place.rows.held():
-        for group in place.groups:
-            assert isinstance(group, HostGroup)
-            numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), [])
-            if numbers is None:
-                return
-            todo.append(RowPass(group, no_rows(), numbers))
-        carry_out(todo)
-
-
 def rounding_of(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
     """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
     return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)

@@ -36,8 +36,8 @@ def update_rows(
 ) -> None:
     """One step of the optimizer, in which each row has its gradient in one of the `rounds`. Where it `reaches_all` rows
     of a table, rows are updated where they lie; interrupted, such a step leaves the cache broken (`BrokenCacheError`).
-    Else they are planned as one batch, and the step is taken or not, whatever interrupts. Raises `StorageFullError`
-    before anything changes."""
+    Else they are planned as one batch, if there are any, and the step is taken or not, whatever interrupts. Raises
+    `StorageFullError` before anything changes."""
     groups = [group for group in tables.groups if isinstance(group, HostGroup)]
     numbers = [optimizer.numbers(tuple(group.steps), []) for group in groups]
     taken = [each for each in numbers if each is not None]
@@ -45,7 +45,7 @@ def update_rows(
         return
     if not reaches_all:
         every = [each for some in rounds for each in some]
-        with tables.locked():
+        with tables.locked() if every else tables.placed.now.rows.held():
             planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
             carry_out([RowPass(group, rows, its) for group, _, rows, its in planned])
         for _, ticket, _, _ in planned:

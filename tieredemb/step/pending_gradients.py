@@ -137,7 +137,7 @@ class PendingGradients:
             if not isinstance(call, WholeUse):
                 self._calls.append((call, grad))
             elif call.table not in come:
-                self.whole.setdefault(call.table, WholeGradient.of(self._tables, call.table)).add(grad)
+                self.whole.setdefault(call.table, WholeGradient(self._tables, call.table)).add(grad)
         if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()

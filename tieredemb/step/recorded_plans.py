@@ -323,11 +323,7 @@ class RecordedPlan:
 
     def replay(self, call: DeviceCall, batch: Batch) -> None:
         """Plans `call`, and looks up for it where that is part of the graph."""
-        ids, offsets = batch.ids, batch.offsets
-        if ids.dtype is not torch.int64:
-            ids = ids.to(torch.int64)
-        if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
-            offsets = offsets.to(torch.int64).contiguous()
+        ids, edges = call.inputs(batch)
         outs = self._new_outputs() if self._pools else None
         counts = call.counts()
         if len(counts) < len(self._groups):  # all look among the same ids
@@ -337,7 +333,6 @@ class RecordedPlan:
             for group, effects, n in zip(self._groups, self._effects, counts, strict=True)
             for ticket in group.cache.apply(effects, n)
         ]
-        edges = Edges(offsets, batch.edges, batch.exact, ids.shape[0])
         self._run(call.blocks_of(ids, edges), outs, batch.stack)
         call.parts = [part.rebind(ticket) for part, ticket in zip(self._parts, tickets, strict=True)]
         call.memory = self._memory

@@ -11,18 +11,16 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tieredemb.errors import BackwardError
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.step.gradient_rows import GradientRows, RowSums, rows_of_calls
-from tieredemb.step.program import CallContext, Collected
+from tieredemb.step.program import NUMBERS, CallContext, Collected, inside_backward
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.table_set import TableSet
-
-if TYPE_CHECKING:
-    import weakref
 
 # of float32 rows: within a CPU's cache; on a GPU few chunks, as the host launches for each, but where rows pass through
 # the host, which makes room for a chunk on either side
@@ -49,20 +47,25 @@ def spans(size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 class WholeUse:
-    """A use of table number `table` as a whole, as a backward pass collects it beside calls. `version`: tells whether
-    the rows have changed since."""
+    """A use of table number `table` as a whole, as a backward pass collects it beside calls."""
 
     forwards = None  # see `Call`
 
-    def __init__(self, context: CallContext, number: int, table: int, version: Callable[[], object]) -> None:
-        self.context, self.number, self.table = context, number, table
+    def __init__(self, context: CallContext, table: int) -> None:
+        self.context, self.number, self.table = context, next(NUMBERS), table
         self.requested: Any = None  # see `Call`
-        self.within: weakref.ref[Any] | None = None
-        self._version, self._made_at = version, version()
+        self.within = context.backward_pass.touch() if inside_backward() else None
+        self._made_at = self._version
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Tells whether the rows have changed."""
+        optimizer = self.context.optimizer
+        return self.context.tables.writes, optimizer.steps_taken if isinstance(optimizer, FollowedOptimizer) else 0
 
     def check(self) -> None:
         """Raises `BackwardError` where the rows are not those that it has used any more."""
-        if self._version() != self._made_at:
+        if self._version != self._made_at:
             raise BackwardError(
                 "the rows of a table were updated or written to after a loss has used the table as a whole, and its "
                 "gradient needs them as they were; compute the loss, call backward() and step(), and write to rows "
@@ -223,19 +226,14 @@ def _recording() -> Iterator[None]:
 
 
 class WholeGradient:
-    """That of a table of shape (rows, D) on a `device`, found for `chunk` rows at a time."""
+    """That of table number `table`, (rows, D), found for a chunk of rows at a time."""
 
-    def __init__(self, rows: int, width: int, device: torch.device, chunk: int) -> None:
-        self._rows, self._width, self._device, self._chunk = rows, width, device, chunk
+    def __init__(self, tables: TableSet, table: int) -> None:
+        its, self._device = tables.config.tables[table], tables.config.device
+        self._rows, self._width, self._chunk = its.num_embeddings, its.embedding_dim, chunk_rows(tables, table)
         self._terms: list[Term] = []
         # of each term what its gradient was multiplied by since, and whether it was set to zero
         self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-
-    @classmethod
-    def of(cls, tables: TableSet, table: int) -> WholeGradient:
-        """That of one of `tables`, before anything was added."""
-        its = tables.config.tables[table]
-        return cls(its.num_embeddings, its.embedding_dim, tables.config.device, chunk_rows(tables, table))
 
     def add(self, term: Term) -> None:
         """Adds what a use has brought. Where the terms hold more than a gradient of all rows beside the largest of them
@@ -319,7 +317,7 @@ def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
     whole: dict[int, WholeGradient] = {}
     for use, term in collected:
         if isinstance(use, WholeUse):
-            whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
+            whole.setdefault(use.table, WholeGradient(tables, use.table)).add(term)
     calls = [pair for pair in collected if not isinstance(pair[0], WholeUse)]
     return with_whole(rows_of_calls(tables, calls), whole)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.tracing import untraced
@@ -38,11 +39,8 @@ class Rows(Protocol):
         """How many rows of a table are read at a time."""
 
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers."""
-
-    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
-        """The same of more than a chunk. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold
-        them."""
+        """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers.
+        Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold them."""
 
 
 class Span:
@@ -70,7 +68,7 @@ class Span:
 
     def whole(self) -> torch.Tensor:
         """All of them, (K, D), which others may change."""
-        return self.rows.whole_rows(self.table, self.start, self.stop)
+        return self.rows.read_rows(self.table, self.start, self.stop)
 
 
 def _leaf() -> torch.Tensor:
@@ -275,23 +273,15 @@ class Elements(torch.Tensor):
             found = elements(func, first, args, kwargs)
             if found is not NotImplemented:
                 return found
-        args, kwargs = _each(args), {name: _each(value) for name, value in kwargs.items()}
+        args, kwargs = tree_map_only(Elements, Elements.whole, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():  # nobody would be told that no gradient comes back
             raise UnsupportedError(f"{func} of elements of a table; take a copy of the table by weight.clone() first")
-        return func(*_each(args), **{name: _each(value) for name, value in (kwargs or {}).items()})
-
-
-def _each(given: Any) -> Any:
-    """With the elements of all rows in the place of what stands for them."""
-    if isinstance(given, Elements):
-        return given.whole()
-    if isinstance(given, (list, tuple)) and type(given) in (list, tuple):
-        return type(given)(_each(each) for each in given)
-    return given
+        args, kwargs = tree_map_only(Elements, Elements.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -320,11 +320,12 @@ class ColdRows(abc.ABC):
     def seal(self) -> None:  # noqa: B027
         """`flush`, and marks the tier clean, until rows are used again."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Releases the tier, which stays unclean unless it was sealed. A second call does nothing, or goes on with one
-        that was interrupted."""
+        that was interrupted. Memory is freed as soon as nobody else holds the arrays."""
+        self.released = True
+        self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 
-    @abc.abstractmethod
     def size_bytes(self) -> dict[str, int]:
         """Bytes by purpose for `memory_report()`: `{"weight": …, "state": …}`, plus what the tier itself needs."""
+        return {"weight": self.weight.nbytes, "state": self.state.nbytes}

@@ -156,10 +156,5 @@ class HostRows(ColdRows):
             raise StorageError(f"the rows in host memory could not be cleared: {error}") from error
 
     def close(self) -> None:
-        """Releases the memory as soon as nobody else holds the arrays."""
-        self.released = True
+        super().close()
         self._maps.clear()
-        self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
-
-    def size_bytes(self) -> dict[str, int]:
-        return {"weight": self.weight.nbytes, "state": self.state.nbytes}

@@ -173,11 +173,3 @@ class PmemRows(ColdRows):
         """Zeros the states. They are written, not punched out: the heap's space must stay taken."""
         self.state.fill(0)
         self.metadata = self.metadata.cleared()
-
-    def close(self) -> None:
-        """Gives the heap back as soon as nobody else holds the arrays."""
-        self.released = True
-        self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
-
-    def size_bytes(self) -> dict[str, int]:
-        return {"weight": self.weight.nbytes, "state": self.state.nbytes}

@@ -125,14 +125,10 @@ class UnifiedRows(ColdRows):
             self._commit.wait()
 
     def close(self) -> None:
-        """Frees the memory as soon as nobody else holds the arrays."""
         self.released = True
         if self._commit is not None:
             self._commit.end()
-        self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
-
-    def size_bytes(self) -> dict[str, int]:
-        return {"weight": self.weight.nbytes, "state": self.state.nbytes}
+        super().close()
 
 
 class _Allocation:

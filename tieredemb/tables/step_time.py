@@ -22,22 +22,24 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, weakref.ref[Lookup]] = {}  # of each table that this step has looked up in, by its id
+        # of each table that this step has looked up in, by its id; None of one that no backward can follow
+        self._last: dict[int, weakref.ref[Lookup] | None] = {}
         self._is_over = True
 
     def begins(self, table: object) -> bool:
         """Whether a forward of `table` that is about to be planned is the first one of a step."""
         if not self._is_over and id(table) in self._last:
-            before = self._last[id(table)]()
+            known = self._last[id(table)]
+            before = None if known is None else known()
             self._is_over = before is None or before.is_over
         return self._is_over
 
-    def looked_up(self, table: object, lookup: Lookup) -> None:
-        """A forward of `table` was planned, or has come that was planned ahead."""
+    def looked_up(self, table: object, lookup: Lookup | None) -> None:
+        """A forward of `table` was planned, or has come that was planned ahead; None of one without a plan."""
         if self._is_over:
             self._last = {}
             self._is_over = False
-        self._last[id(table)] = weakref.ref(lookup)
+        self._last[id(table)] = None if lookup is None else weakref.ref(lookup)
 
     def backward(self) -> None:
         """A backward has come through some of the tables."""

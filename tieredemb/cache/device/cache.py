@@ -81,12 +81,11 @@ class DeviceCache(Cache):
         slots: int,
         policy: Policy | None = None,
         initial: InitialRows,
-        lock_window: int = 0,
         device: torch.device,
         resident: Sequence[tuple[int, int]] = (),
         clients: Sequence[int] = (),
     ) -> None:
-        super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
+        super().__init__(cold, slots=slots, policy=policy, initial=initial, device=device)
         self.on_flush: list[Callable[[], None]] = []
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
         # of what graphs use while they run: those of plans one after the other, and beside them those that compute
@@ -94,7 +93,7 @@ class DeviceCache(Cache):
         self._recorded: NextPlan | None = None  # the plan that is being recorded
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
-        self._ledger = Ledger(self._book, lock_window)
+        self._ledger = Ledger(self._book)
         self._captured = NOTHING_PLANNED  # what replays do of the step that was captured last
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
@@ -478,7 +477,7 @@ class DeviceCache(Cache):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch = self._plan.time()  # that of all replays, which the host does not count
+                metadata.batch, _ = self._plan.time_and_used()  # that of all replays, which the host does not count
                 metadata.policy = self.scoring.name
                 self._write_back()
 

@@ -29,12 +29,10 @@ class Begun(NamedTuple):
 
 
 class Ledger:
-    """The batches of one cache, whose tickets are in `book`. `lock_window`: how many batches before the one that is
-    planned lock their rows in any case."""
+    """The batches of one cache, whose tickets are in `book`."""
 
-    def __init__(self, book: TicketBook, lock_window: int = 0) -> None:
+    def __init__(self, book: TicketBook) -> None:
         self._book = book
-        self._lock_window = lock_window
         self.last = 0  # the last batch planned, by the `count` of the host
         self._eager = 0  # the last one planned outside a capture
         self._planning: int | None = None  # the batch that is being planned, and not yet in flight
@@ -57,17 +55,17 @@ class Ledger:
         """Of the batch that would be planned next: how many before it lock their rows, ids of those, and whether one
         of them may use rows without a slot."""
         batch = self.last + 1
-        oldest = self._oldest(batch)
+        oldest = self._book.oldest(batch)
         return batch - oldest, *self._book.locked(oldest)
 
     def is_locked(self, batch: int) -> bool:
         """Whether the batch that is planned next finds the rows of a planned one locked. A number that is yet to come
         is of before a `restart`."""
-        return self._oldest(self.last + 1) <= batch <= self.last
+        return self._book.oldest(self.last + 1) <= batch <= self.last
 
     def lag_of(self, batch: int) -> int:
         """How many batches before a planned one, which is in flight, lock their rows now."""
-        return max(0, batch - self._oldest(batch))
+        return max(0, batch - self._book.oldest(batch))
 
     def count(self, effects: Effects, *, captured: bool = False) -> int:
         """What plans batches is about to be launched, or replayed, or is being `captured`, which counts as outside of a
@@ -78,7 +76,7 @@ class Ledger:
         if not captured:
             self._eager = self.last
         if effects.locked:
-            self._book.locked(self._oldest(first + 1))  # forgets those that lock nothing any more
+            self._book.locked(self._book.oldest(first + 1))  # forgets those that lock nothing any more
             self._book.repeat(first, effects.locked)
         return first
 
@@ -129,7 +127,3 @@ class Ledger:
         """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""
         oldest = min(ended, default=self.last + 1)
         return self.last - oldest, sum(ids for _, ids, _ in self._book.since(oldest - 1))
-
-    def _oldest(self, batch: int) -> int:
-        """Rows used at or after this batch are locked while `batch` is planned."""
-        return min(self._book.oldest(batch), batch - self._lock_window)

@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,17 @@ MOVE_BLOCKS, MOVE_THREADS = 32, 1024
 # long ones, 12 the other way round, and 20 keep a plan's blocks from meeting. Caches that move rows at the same time
 # share them, as far as each still has a few: one may move far more rows than the others
 SWAP_BLOCKS, LEAST_SWAP_BLOCKS = 14, 5
+
+
+class Loaded(NamedTuple):
+    """Rows that are brought into slots which are theirs already, for no plan; see `Missed`."""
+
+    moving: torch.Tensor
+    keys: Any
+    slots: torch.Tensor
+    untouched: torch.Tensor
+    victims: int = 0
+    scores: int = 0
 
 
 class RowMoves:
@@ -47,40 +58,18 @@ class RowMoves:
         self._initial.on_device().load_missed(*self._rows)
 
     def swap(
-        self, missed: Missed, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool, moving: int = 1
+        self, missed: Missed | Loaded, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool, moving: int = 1
     ) -> None:
         """Brings the cold rows of `weight` and `state` that a plan has `missed`, n at most, into the slots that are
         theirs, after the victims' rows went back there; where they are not `in_place`, but have been brought, in their
         order, the victims' rows have gone already. `scored`: whether this use raises their scores · `moving`: how many
-        caches move rows at the same time. Called again, it does nothing."""
-        keys, blocks = missed.keys if in_place else 0, max(LEAST_SWAP_BLOCKS, SWAP_BLOCKS // moving)
-        self._move(
-            n, missed.moving, keys, missed.slots, missed.victims, missed.scores, blocks, weight, state,
-            missed.untouched, scored=scored,
-        )  # fmt: skip
-
-    def _move(
-        self,
-        n: int,
-        moving: Any,
-        keys: Any,
-        slots: Any,
-        victims: int,
-        scores: int,
-        swap_blocks: int,
-        weight: Any,
-        state: Any,
-        untouched: Any,
-        *,
-        scored: bool | None,
-    ) -> None:
-        """With `scored` None it is no use of the rows, and counts nowhere."""
-        hot, plan, scoring = self._hot, self._plan, self._plan.scoring
-        clock, moved = (0, 0) if scored is None else (plan.clock, plan.moved)
+        caches move rows at the same time. Called again, it does nothing. Rows that are `Loaded` count nowhere."""
+        hot, plan, scoring, is_use = self._hot, self._plan, self._plan.scoring, isinstance(missed, Missed)
         self._swap(
-            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, moving, keys, slots, victims, scores, swap_blocks, hot.weight,
-            hot.state, hot.score, hot.dirty, weight, state, untouched, moved, clock, scoring.kind, scoring.unit,
-            scoring.remember, scored or False,
+            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, missed.moving, missed.keys if in_place else 0, missed.slots,
+            missed.victims, missed.scores, max(LEAST_SWAP_BLOCKS, SWAP_BLOCKS // moving) if is_use else 0, hot.weight,
+            hot.state, hot.score, hot.dirty, weight, state, missed.untouched, plan.moved if is_use else 0,
+            plan.clock if is_use else 0, scoring.kind, scoring.unit, scoring.remember, scored,
         )  # fmt: skip
 
     def write_back(
@@ -116,7 +105,7 @@ class RowMoves:
         moving = torch.zeros(field_offsets().moving_bytes // 4, dtype=torch.int32, device=self.device)
         moving[:1] = n
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self._move(n, moving, source, given, 0, 0, 0, weight, state, untouched, scored=None)
+        self.swap(Loaded(moving, source, given, untouched), n, weight, state, scored=False, in_place=True)
         self.generate(moving, n, keys, given, untouched, overflow)
         score = self._hot.score[slots.long()]
         self._hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)

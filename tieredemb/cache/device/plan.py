@@ -449,12 +449,9 @@ class DevicePlan:
         """Number of the last batch planned, replays of graphs included. Synchronises."""
         return int(self._word(self._offsets.batch).item())
 
-    def time(self) -> int:
-        """Its time, of which scores are made. Synchronises."""
-        return int(self._word(self._offsets.time).item())
-
     def time_and_used(self) -> tuple[int, int]:
-        """Its time, and how many slots have ever held a row, which are the first ones. Synchronises once."""
+        """Its time, of which scores are made, and how many slots have ever held a row, which are the first ones.
+        Synchronises once."""
         at = self._offsets
         words = self.control[: at.totals].cpu()
         time, used = words[at.time : at.time + 8].view(torch.int64), words[at.used : at.used + 4].view(torch.int32)

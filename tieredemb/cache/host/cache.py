@@ -134,13 +134,10 @@ class HostCache(Cache):
         slots: int,
         policy: Policy | None = None,
         initial: InitialRows | None = None,
-        lock_window: int = 0,
         resident: Sequence[tuple[int, int]] = (),
         clients: Sequence[int] = (),
     ) -> None:
-        super().__init__(
-            cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
-        )
+        super().__init__(cold, slots=slots, policy=policy, initial=initial, device=torch.device("cpu"))
         self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
         self.hot = HotRows(cold.layout, slots)
         self._row_bytes = cold.layout.row_bytes
@@ -368,7 +365,7 @@ class HostCache(Cache):
     def _to_leave(self, short: int, batch: int) -> Array:
         """Up to `short` slots, int32, whose rows are to leave."""
         hot, victims = self.hot, np.empty(0, np.int32)
-        oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity) - self._pinned
+        oldest, used = stamp(self._book.oldest(batch)), min(hot.used, hot.capacity) - self._pinned
         if len(self._clients):
             victims = self._victims(short, part_of(short, used, batch), oldest)
         return victims if len(victims) == short else self._victims(short, slice(used), oldest)

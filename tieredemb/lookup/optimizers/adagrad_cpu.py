@@ -7,7 +7,7 @@ import numpy as np
 
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import faded, row_bring, rows_walk, segments_walk, stays
+from tieredemb.lookup.optimizer_cpu import dense_walk, faded, rows_walk, segments_walk, stays
 
 F = np.float32
 NUMBERS = 2
@@ -26,7 +26,7 @@ def row_update(weight, row, state, home, g, rate, numbers):
 
 @over_ranges
 def segments_update(lo, hi, batch, rows, rate, numbers, scale):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, None, None)
 
 
 # --- with weight decay ------------------------------------------------------------------------------------------------
@@ -43,16 +43,11 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
     return stop - start
 
 
-@inline
-def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up, faded)
-
-
 @over_ranges
 def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed):
-    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense)
+    replayed[lo] = dense_walk(lo, hi, batch, rows, rate, numbers, scale, dense, row_update, row_catch_up, faded)
 
 
 @over_ranges
 def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed):
-    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring)
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, faded)

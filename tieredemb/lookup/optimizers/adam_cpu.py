@@ -8,7 +8,7 @@ import numpy as np
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.moments_cpu import means_catch_up
-from tieredemb.lookup.optimizer_cpu import faded, row_bring, rows_walk, segments_walk, square_mean
+from tieredemb.lookup.optimizer_cpu import dense_walk, faded, rows_walk, square_mean
 
 F = np.float32
 NUMBERS = 5
@@ -44,16 +44,11 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
     return means_catch_up(weight, row, state, home, none, past, start, stop, replay, None, F(0.0))
 
 
-@inline
-def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up, faded)
-
-
 @over_ranges
 def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed):
-    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense)
+    replayed[lo] = dense_walk(lo, hi, batch, rows, rate, numbers, scale, dense, row_update, row_catch_up, faded)
 
 
 @over_ranges
 def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed):
-    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring)
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, faded)

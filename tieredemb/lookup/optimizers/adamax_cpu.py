@@ -10,7 +10,7 @@ import numpy as np
 from tieredemb.kernels.constants import FIRST_LOG, SECOND_LOG, SUM_FIRST, SUM_SECOND
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import factor_between, faded, row_bring, rows_walk, segments_walk
+from tieredemb.lookup.optimizer_cpu import dense_walk, factor_between, faded, rows_walk
 
 F = np.float32
 NUMBERS = 4
@@ -83,16 +83,11 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
     return 0
 
 
-@inline
-def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up, None)
-
-
 @over_ranges
 def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed):
-    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense)
+    replayed[lo] = dense_walk(lo, hi, batch, rows, rate, numbers, scale, dense, row_update, row_catch_up, None)
 
 
 @over_ranges
 def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed):
-    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring)
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, None)

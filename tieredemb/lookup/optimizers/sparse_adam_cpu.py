@@ -31,4 +31,4 @@ def row_update(weight, row, state, home, g, rate, numbers):
 
 @over_ranges
 def segments_update(lo, hi, batch, rows, rate, numbers, scale):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, None, None)
