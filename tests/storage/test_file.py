@@ -10,7 +10,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import SimpleNamespace  # noqa: F401 - for the code that runs in subp
 import numpy as np
 import pytest
 import torch
+from forks import Script
 
 import tieredemb as te
 from tieredemb.errors import (
@@ -69,23 +69,10 @@ def closed(path):
     return path
 
 
-@contextlib.contextmanager
 def python(code, *args):
     """A Python process that runs `code`; killed in the end if it still runs."""
     prelude = "import os, sys, time\nfrom tests.storage.test_file import *\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return Script(prelude + textwrap.dedent(code), *args, cwd=Path(__file__).parents[2])
 
 
 def finish(process):
