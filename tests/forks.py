@@ -1,6 +1,6 @@
-"""Scripts in processes of their own that start in a moment: forks of one process, which has imported torch and the
-package, and which all workers of a run share. Their exit codes, output and end are those of any script. Torch has one
-thread in them, and no GPU, as CUDA takes no fork.
+"""Scripts in processes of their own that start in a moment: forks of a process that has imported torch, and the
+package unless a script is to do that itself. All workers of a run share that process. Exit codes, output, end and the
+variables of Python's environment are those of any script. There is no GPU, as CUDA takes no fork.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import importlib
+import io
 import json
 import os
 import select
@@ -18,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from multiprocessing import Pipe, current_process
 from pathlib import Path
@@ -26,11 +27,13 @@ from pathlib import Path
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PLACE = "TIEREDEMB_TESTS_FORKS"  # the directory of the socket where the server takes requests
 START_S = 300  # at most; on a busy machine imports take long
+BLOCK = 1 << 16  # bytes read at once
 ALIVE_S = 5  # so often the server looks whether the run has ended without a word
+WARMED, TORCH = "sharding.warmed", "torch"  # what a fork has imported: torch has one thread after the first
 SERVER = """
 import sys
 from forks import enter, serve
-request, fds = serve(sys.argv[1], int(sys.argv[2]))  # returns in forks alone
+request, fds = serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))  # returns in forks alone
 exec(enter(request, fds))
 """
 CALL = """
@@ -59,32 +62,32 @@ def prepare():
 
 
 def end(place, run):
-    """Ends the server, and all scripts that still run. Not in forks of the process that has prepared it."""
+    """Ends the servers, and all scripts that still run. Not in forks of the process that has prepared them."""
     if os.getpid() == run:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.killpg(int((place / "pid").read_text()), signal.SIGKILL)
+        for pid in place.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(pid.read_text()), signal.SIGKILL)
         shutil.rmtree(place)
 
 
-def ensure_server():
-    """The path of its socket."""
+def server_of(base):
+    """The path of the socket of the one that has imported `base`."""
     prepare()
-    place = Path(os.environ[PLACE])
-    path = place / "socket"
-    with open(place / "lock", "w") as lock:
+    path = Path(os.environ[PLACE], base)
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            start_server(place, path)
+            start_server(base, path)
     return str(path)
 
 
-def start_server(place, path):
+def start_server(base, path):
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, path, str(os.getpid())], stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", SERVER, base, path, str(os.getpid())], stdin=subprocess.DEVNULL,
         env=ENVIRONMENT | {"PYTHONPATH": paths} | NO_GPU, start_new_session=True,
     )  # fmt: skip
-    (place / "pid").write_text(str(process.pid))
+    path.with_suffix(".pid").write_text(str(process.pid))
     stop = time.monotonic() + START_S
     while not path.exists():
         assert process.poll() is None, f"the process that scripts are forks of has ended: {process.returncode}"
@@ -92,11 +95,10 @@ def start_server(place, path):
         time.sleep(0.01)
 
 
-def serve(path, run):
+def serve(base, path, run):
     """Forks for each request; returns it, and the descriptors that came with it, in the fork. Ends where the process
     `run` is gone."""
-    import sharding.warmed  # noqa: F401
-
+    importlib.import_module(base)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".new")
     listener.listen(128)
@@ -142,10 +144,16 @@ def enter(request, fds):
     for own, fd in enumerate(fds[:3]):
         os.dup2(fd, own)
         os.close(fd)
+    env = request["env"]
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environ.update(env)
     sys.argv[:] = ["-c", *request["args"], *map(str, fds[3:])]
+    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
+    at_once = bool(env.get("PYTHONUNBUFFERED"))
+    out = open(1, "wb", 0 if at_once else -1, closefd=False)  # noqa: SIM115 - until the script ends
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, write_through=at_once)
     return compile(request["code"], "<script>", "exec")
 
 
@@ -154,15 +162,15 @@ def enter(request, fds):
 
 class Fork:
     """A process that runs `python -c code *args`, and ends as any. `fds`: its input, output and errors, and others,
-    whose numbers are its last arguments."""
+    whose numbers are its last arguments · `base`: what it has imported."""
 
-    def __init__(self, code, *args, fds, cwd=None, env=None):
+    def __init__(self, code, *args, fds, base=WARMED, cwd=None, env=None):
         request = {
             "code": textwrap.dedent(code), "args": [str(arg) for arg in args], "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env) | NO_GPU,
         }  # fmt: skip
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(ensure_server())
+        self._server.connect(server_of(base))
         socket.send_fds(self._server, [b"-"], fds)
         self._server.sendall(json.dumps(request).encode())
         self._server.shutdown(socket.SHUT_WR)
@@ -204,25 +212,37 @@ class Script(Fork):
     """What `subprocess.Popen` is, with pipes for input and output. Killed where a `with` statement ends."""
 
     def __init__(self, code, *args, **keywords):
-        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
-        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in the end
+        (theirs_in, ours_in), (self._out, theirs_out) = os.pipe(), os.pipe()
+        self.stdin, self._stderr = os.fdopen(ours_in, "w"), tempfile.TemporaryFile()  # noqa: SIM115 - closed in the end
+        self._read = b""
         super().__init__(code, *args, fds=[theirs_in, theirs_out, self._stderr.fileno()], **keywords)
         os.close(theirs_in)
         os.close(theirs_out)
 
-    def communicate(self, timeout=None):
+    def _reads(self, stop):
+        """Reads more of its output; whether there was any before its end."""
+        if not select.select([self._out], [], [], max(0, stop - time.monotonic()))[0]:
+            raise subprocess.TimeoutExpired(f"script {self.pid}", None)
+        more = os.read(self._out, BLOCK)
+        self._read += more
+        return bool(more)
+
+    def readline(self, timeout=60):
+        stop = time.monotonic() + timeout
+        while b"\n" not in self._read and self._reads(stop):
+            pass
+        line, end, self._read = self._read.partition(b"\n")
+        return (line + end).decode()
+
+    def communicate(self, timeout=120):
         """The rest of its output, and its errors, once it has ended."""
         self.stdin.close()
-        said = []
-        reader = threading.Thread(target=lambda: said.append(self.stdout.read()), daemon=True)
-        reader.start()
-        reader.join(timeout)
-        if reader.is_alive():
-            raise subprocess.TimeoutExpired(f"script {self.pid}", timeout)
+        stop = time.monotonic() + timeout
+        while self._reads(stop):
+            pass
         self.wait(timeout)
         self._stderr.seek(0)
-        return said[0], self._stderr.read().decode()
+        return self._read.decode(), self._stderr.read().decode()
 
     def __enter__(self):
         return self
@@ -230,8 +250,14 @@ class Script(Fork):
     def __exit__(self, *_):
         self.kill()
         self.wait()
-        for file in (self.stdin, self.stdout, self._stderr, self._server):
+        os.close(self._out)
+        for file in (self.stdin, self._stderr, self._server):
             file.close()
+
+
+def run_module(name):
+    """The text of a script that is `python -m name`."""
+    return f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
 def run(code, *args, timeout=120, **keywords):

@@ -418,7 +418,7 @@ HOLD = """
 
 def test_second_process_is_refused_with_the_owners_pid(path):
     with python(HOLD, path) as owner:
-        assert owner.stdout.readline() == "held\n"
+        assert owner.readline() == "held\n"
         with pytest.raises(StorageLockedError, match=f"process {owner.pid}"):
             open_file(path)
         finish(owner)
@@ -430,7 +430,7 @@ def test_second_process_is_refused_with_the_owners_pid(path):
 
 def test_killed_owner_leaves_a_file_that_only_recover_or_fresh_opens(path):
     with python(HOLD, path) as owner:
-        owner.stdout.readline()
+        owner.readline()
         owner.kill()
         owner.wait()
         with pytest.raises(UncleanFileError, match=rf"pid {owner.pid}.*recover=True.*fresh=True"):
@@ -469,7 +469,7 @@ def test_child_that_outlives_the_owner_does_not_keep_the_lock(path, start):
         time.sleep(60)
     """
     with python(code, path) as owner:
-        child = int(owner.stdout.readline())
+        child = int(owner.readline())
         try:
             with pytest.raises(StorageLockedError):
                 open_file(path)

@@ -308,7 +308,7 @@ def test_process_that_exits_leaves_a_clean_file(device, tmp_path):
 def test_file_of_a_living_process_is_refused_and_of_a_killed_one_is_unclean(tmp_path):
     path = str(tmp_path / "rows")
     with forks.Script(TRAIN, path, "forever", "cpu") as process:
-        assert process.stdout.readline() == "running\n"
+        assert process.readline() == "running\n"
         with pytest.raises(StorageLockedError, match=str(process.pid)):
             make(storage=te.File(path))
     with pytest.raises(UncleanFileError, match="recover"):
