@@ -267,6 +267,17 @@ def run(code, *args, timeout=120, **keywords):
         return subprocess.CompletedProcess(code, script.returncode, *said)
 
 
+def torchrun(*args, timeout=120, **keywords):
+    """Runs it on the CPU, in a fork, and the processes that it starts are forks."""
+    with tempfile.TemporaryDirectory() as directory:
+        python = Path(directory, "python")
+        script = Path(__file__).with_name("forked_python.py")
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -s "{script}" "$@"\n')
+        python.chmod(0o700)
+        env = os.environ | {"PYTHON_EXEC": str(python), "OMP_NUM_THREADS": "1"}
+        return run(run_module("torch.distributed.run"), "--standalone", *args, timeout=timeout, env=env, **keywords)
+
+
 def call(function, *args):
     """A process that calls `function(*args, pipe)`, and the other end of the pipe."""
     ours, theirs = Pipe()

@@ -9,13 +9,10 @@ import os
 import tempfile
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 from forks import call
 
 START = multiprocessing.get_context("spawn")
-# on which a new process finds the tests, too
-PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
 
