@@ -25,7 +25,7 @@ from multiprocessing import Pipe, current_process
 from pathlib import Path
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-PLACE = "TIEREDEMB_TESTS_FORKS"  # the directory of the socket where the server takes requests
+PLACE = "TIEREDEMB_TESTS_FORKS"  # the directory of the sockets where servers take requests
 START_S = 300  # at most; on a busy machine imports take long
 BLOCK = 1 << 16  # bytes read at once
 ALIVE_S = 5  # so often the server looks whether the run has ended without a word
@@ -53,12 +53,14 @@ ENVIRONMENT = {}  # of the server: before any test changes it
 
 
 def prepare():
-    """Says where the server will be, to this process and its children: the workers of a run. The first script starts
-    it, and it ends with this process."""
+    """Says where servers will be, to this process and its children: the workers of a run. The first script starts
+    them, and they end with this process."""
     ENVIRONMENT.update(os.environ if not ENVIRONMENT else {})
     if PLACE not in os.environ:
-        os.environ[PLACE] = tempfile.mkdtemp(prefix="tieredemb-forks-")
-        atexit.register(end, Path(os.environ[PLACE]), os.getpid())
+        place = Path(tempfile.mkdtemp(prefix="tieredemb-forks-"))
+        os.environ[PLACE] = str(place)
+        (place / "run").write_text(str(os.getpid()))
+        atexit.register(end, place, os.getpid())
 
 
 def end(place, run):
@@ -70,21 +72,25 @@ def end(place, run):
         shutil.rmtree(place)
 
 
-def server_of(base):
-    """The path of the socket of the one that has imported `base`."""
+def connected(base):
+    """A socket to the server that has imported `base`."""
     prepare()
-    path = Path(os.environ[PLACE], base)
+    path, client = Path(os.environ[PLACE], base), socket.socket(socket.AF_UNIX)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        try:
+            client.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):  # not started, or ended
+            path.unlink(missing_ok=True)
             start_server(base, path)
-    return str(path)
+            client.connect(str(path))
+    return client
 
 
 def start_server(base, path):
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, base, path, str(os.getpid())], stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", SERVER, base, path, (path.parent / "run").read_text()], stdin=subprocess.DEVNULL,
         env=ENVIRONMENT | {"PYTHONPATH": paths} | NO_GPU, start_new_session=True,
     )  # fmt: skip
     path.with_suffix(".pid").write_text(str(process.pid))
@@ -169,8 +175,7 @@ class Fork:
             "code": textwrap.dedent(code), "args": [str(arg) for arg in args], "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env) | NO_GPU,
         }  # fmt: skip
-        self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(server_of(base))
+        self._server = connected(base)
         socket.send_fds(self._server, [b"-"], fds)
         self._server.sendall(json.dumps(request).encode())
         self._server.shutdown(socket.SHUT_WR)
@@ -178,7 +183,12 @@ class Fork:
 
     def _told(self):
         """The next number that the server says: a byte at a time, so that none after it is taken."""
-        return int(b"".join(iter(lambda: self._server.recv(1), b"\n")))
+        said = b""
+        while not said.endswith(b"\n"):
+            byte = self._server.recv(1)
+            assert byte, "the process that waits for a script has ended"
+            said += byte
+        return int(said)
 
     def poll(self):
         """Its exit code, or None while it runs; −9 of one that was killed by signal 9."""
