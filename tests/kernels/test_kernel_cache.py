@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
-import forks
 import pytest
 from source_imports import modules_of, own_imports
 
@@ -61,8 +61,11 @@ class Checkout:
     def start(self, script, **environment):
         inherited = {name: each for name, each in os.environ.items() if not name.startswith(("NUMBA_", "PYTHON"))}
         fixed = {"PYTHONPATH": str(self.root), "XDG_CACHE_HOME": str(self.home), "TIEREDEMB_COMPILE_BESIDE": "0"}
-        code = textwrap.dedent(PROLOGUE) + textwrap.dedent(script)
-        return forks.Script(code, base=forks.TORCH, cwd=self.root, env=inherited | fixed | environment)
+        return subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROLOGUE) + textwrap.dedent(script)],
+            cwd=self.root, env=inherited | fixed | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
 
     def run(self, script, **environment):
         """The last line that a script prints, as JSON, and what it writes to stderr."""
@@ -70,8 +73,7 @@ class Checkout:
 
     @staticmethod
     def end(process):
-        with process:
-            out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         return json.loads(out.splitlines()[-1]), err
 
