@@ -28,6 +28,8 @@ help:
 train: $(TRAINABLE)
 	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") --plot runs/dlrm.png $(ARGS)
 
+# bytecode is kept, whatever the environment says: many processes of the tests import the same files
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 from hypothesis import settings
 
@@ -16,6 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
 # torch's threads sleep while they wait for each other: else they spin on cores that other tests need
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+forks.prepare()  # before there are workers, which share them
 
 # CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)

@@ -4,7 +4,7 @@ arguments and more repeats each such pair many times."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,17 +22,19 @@ def parametrize_pairs(**arguments: Sequence[Any] | Mapping[str, Any]) -> pytest.
 def pairwise(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Combinations of numbers below `counts` in which all pairs occur: each next one brings the most new pairs."""
     left = list(itertools.product(*map(range, counts)))
-    missing = set().union(*map(_pairs, left))
+    bits: dict[tuple[int, ...], int] = {}  # of a pair: sets as numbers are compared fast
+    masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs(case)) for case in left]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(left, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        chosen.append(best)
+        best = max(range(len(left)), key=lambda number: (missing & masks[number]).bit_count())
+        missing &= ~masks[best]
+        chosen.append(left[best])
     return sorted(chosen)
 
 
-def _pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-    return {(*first, *second) for first, second in itertools.combinations(enumerate(case), 2)}
+def _pairs(case: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    return ((*first, *second) for first, second in itertools.combinations(enumerate(case), 2))
 
 
 def _named(values: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
+import forks
 import pytest
 
 COMMAND = [sys.executable, "-m", "tieredemb"]
@@ -34,11 +36,12 @@ def closed_pipe() -> Iterator[int]:
 )
 def test_command_ends_quietly_on_a_closed_pipe(closed_pipe: int, options: list[str], unbuffered: str) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(
-        [*COMMAND, *options], stdout=closed_pipe, stderr=subprocess.PIPE, env=environment, check=False
-    )
-    assert done.stderr == b""
-    assert done.returncode == 141
+    with open(os.devnull) as nothing, tempfile.TemporaryFile() as errors:
+        fds = [nothing.fileno(), closed_pipe, errors.fileno()]
+        fork = forks.Fork(forks.run_module("tieredemb"), *options, fds=fds, env=environment)
+        assert fork.wait(120) == 141
+        errors.seek(0)
+        assert errors.read() == b""
 
 
 @pytest.mark.parametrize("stdout", ["pipe", "none"])
@@ -51,22 +54,13 @@ def test_command_whose_error_nobody_reads_ends_quietly(closed_pipe: int, stdout:
     assert done.returncode == 141  # 1 would be a traceback that nobody reads, 120 Python's own failure to flush
 
 
-def _interruptible() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, such as CI's, inherit it ignored
-
-
 def test_command_interrupted_ends_without_a_traceback() -> None:
     options = ["--rows", "2000", "--accesses", "4000000", "--batch-size", "4000000", "1", "--quiet"]
-    with subprocess.Popen(
-        [*COMMAND, *ZIPF, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        preexec_fn=_interruptible,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()  # the first batch size is done, the second takes minutes
+    # a shell's background jobs, such as CI's, inherit it ignored
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + forks.run_module("tieredemb")
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with forks.Script(code, *ZIPF, *options, env=environment) as process:
+        process.readline()  # the first batch size is done, the second takes minutes
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == b"tieredemb: interrupted\n"
-        assert process.wait() == 130
+        assert process.communicate()[1] == "tieredemb: interrupted\n"
+        assert process.returncode == 130

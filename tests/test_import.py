@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forks
 import pytest
 
 LATE = ("numba", "llvmlite", "matplotlib", "cupy", "scipy", "sklearn", "tqdm", "zstandard", "pandas")
 
 
 def loaded_after(statement: str) -> set[str]:
-    """Top-level packages in `sys.modules` of a fresh interpreter that ran `statement`."""
+    """Top-level packages in `sys.modules` of an interpreter that had torch alone, and ran `statement`."""
     code = f"import sys, json; {statement}; print(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    return set(json.loads(done.stdout))
+    return set(json.loads(forks.run(code, base=forks.TORCH).stdout))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,8 @@ from tieredemb import RowWise, ShardedTieredEmbeddingBagCollection, TableWise
 assert tieredemb.RowWise is RowWise
 assert "tieredemb.sharding.collection" in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+    done = forks.run(code, base=forks.TORCH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names_are_there_and_others_are_not():

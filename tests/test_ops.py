@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forks
 import pytest
 import torch
 from devices import assert_close, equal, randint, randn
@@ -180,12 +178,12 @@ def test_compiled_lookup_is_one_graph_for_any_number_of_homes(device, mode):
 
 def test_import_of_the_package_leaves_operators_out():
     code = "import sys, tieredemb; sys.exit('tieredemb.ops' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forks.run(code, base=forks.TORCH).returncode == 0
 
 
 def test_operators_do_not_import_the_compiler_before_they_are_called():
     code = "import sys, tieredemb.ops; sys.exit('torch._dynamo' in sys.modules or 'numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forks.run(code, base=forks.TORCH).returncode == 0
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

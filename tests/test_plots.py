@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 
@@ -111,5 +111,5 @@ def test_plots_loads_no_matplotlib_and_draws_without_pyplot() -> None:
         "import sys, tieredemb.plots as plots; assert 'matplotlib' not in sys.modules; "
         "plots._figure(1); assert 'matplotlib.figure' in sys.modules; assert 'matplotlib.pyplot' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = forks.run(code, base=forks.TORCH)
     assert done.returncode == 0, done.stderr

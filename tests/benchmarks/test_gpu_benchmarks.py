@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import count
 
+import forks
 import pytest
 import torch
 
 import tieredemb as te
-from benchmarks import cuda_loops, cuda_shapes, tables
+from benchmarks import cuda_loops, cuda_opening, cuda_shapes, tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_loops import BEFORE, EAGER, Loop, Loops
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH
@@ -38,8 +41,30 @@ LOOPED = (*(f"{name}, " for name in quick_workloads()), "")  # workloads, and sh
 OF_LOOPS = ("prefetch / eager", "eager / eager before", "steps replayed")
 
 
+CHILD = "import sys\nfrom benchmarks.children import main\nmain(*sys.argv[1:])"
+FORKED_RANKS = """
+import multiprocessing, sys, types
+from benchmarks import cuda_sharding
+fork = multiprocessing.get_context("fork")  # of a process that has all imports, and one thread
+cuda_sharding.multiprocessing = types.SimpleNamespace(get_context=lambda how: fork)
+cuda_sharding.main(sys.argv[1:])
+"""
+
+
 def run(name, *args):
-    importlib.import_module(f"benchmarks.cuda_{name}").main([*QUICK, *args])
+    """Its processes are forks."""
+    if name == "sharding":
+        done = forks.run(FORKED_RANKS, *QUICK, *args)
+        assert done.returncode == 0, done.stderr
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_opening, "child", forked_child)
+        importlib.import_module(f"benchmarks.cuda_{name}").main([*QUICK, *args])
+
+
+def forked_child(*args, **environment):
+    done = forks.run(CHILD, *args, base=forks.TORCH, env=os.environ | environment)
+    return json.loads(done.stdout)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -400,5 +399,5 @@ def test_the_process_ends_while_threads_sleep():
         "RowCopies(cold).gather(torch.arange(9000), weight, state)\n"
         "assert copy_threads()._helpers == 3\nprint('done')"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = forks.run(code)
     assert (run.returncode, run.stdout) == (0, "done\n")

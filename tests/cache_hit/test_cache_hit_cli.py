@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 
@@ -193,8 +193,7 @@ def test_cache_hit_runs_without_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_command_exits_without_a_traceback() -> None:
-    command = [sys.executable, "-m", "tieredemb", "cache-hit", "none.be64"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forks.run(forks.run_module("tieredemb"), "cache-hit", "none.be64")
     assert done.returncode == 2
     assert done.stderr.startswith("tieredemb: error: trace file 'none.be64' does not exist")
     assert "Traceback" not in done.stderr
@@ -202,8 +201,7 @@ def test_command_exits_without_a_traceback() -> None:
 
 def test_command_line_loads_neither_numba_nor_matplotlib() -> None:
     code = "import sys, tieredemb.__main__; print({'numba', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert forks.run(code, base=forks.TORCH).stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(

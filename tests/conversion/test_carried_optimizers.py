@@ -15,8 +15,6 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import ConfigError, UnsupportedError
 
-pytest.importorskip("torch.distributed.optim")
-
 CARRIED = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}),
@@ -25,6 +23,12 @@ CARRIED = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}),
     "TorchRec": (RowMeanAdagradReference, {"lr": 0.1}),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_has_them():
+    """Not while tests are collected: it imports for two seconds, in each worker."""
+    pytest.importorskip("torch.distributed.optim")
 
 
 def carry(kind, options, weight):

@@ -3,10 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-
+import forks
 import pytest
 import torch
 from torch import nn
@@ -200,11 +197,9 @@ def test_fresh_and_what_keeps_rows_exclude_each_other(other):
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def killed(code, tmp_path):
+def killed(code):
     """Runs a script that ends without closing anything."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code))
-    run = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, timeout=120)
+    run = forks.run(code)
     assert run.returncode == 9, run.stderr
 
 
@@ -219,8 +214,7 @@ def test_files_of_a_killed_run_are_kept_when_they_are_recovered(tmp_path):
         bag(torch.tensor([[3]])).sum().backward()
         bag.flush()
         os._exit(9)
-        """,
-        tmp_path,
+        """
     )
 
     def again(**flags):
@@ -250,8 +244,7 @@ def test_a_file_whose_first_rows_were_never_all_written_counts_for_nothing(tmp_p
             init.calls += 1
         init.calls = 0
         te.TieredEmbeddingBag(100_000, 2, capacity=10, storage=te.File({str(scratch / "file")!r}), init=init)
-        """,
-        tmp_path,
+        """
     )
     storage = te.File(scratch / "file", keep=True)
     bag = te.TieredEmbeddingBag(100_000, 2, capacity=10, storage=storage, init=lambda rows, generator: rows.fill_(2))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import warnings
 
+import forks
 import pytest
 import torch
 from devices import assert_close, equal, randint
@@ -218,8 +216,6 @@ def test_a_table_larger_than_memory_takes_the_rows_that_are_used(tmp_path):
         optimizer.step()
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forks.run(script, base=forks.TORCH, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 700 << 20

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 from devices import require_gpu, run_profiled
@@ -396,26 +395,12 @@ def test_training_sees_no_held_out_row(small_log: GeneratedLog) -> None:
 
 def kill_when(directory: Path, batches: int, *options: str) -> None:
     """Trains in a process of its own and kills it once it saved a checkpoint of at least `batches` batches."""
-    command = [
-        sys.executable,
-        "-m",
-        "examples.dlrm",
-        "train",
-        "--quiet",
-        "--threads",
-        "1",
-        "--device",
-        "cpu",
-        *SMALL_OPTIONS,
-    ]
+    command = ["train", "--quiet", "--threads", "1", "--device", "cpu", *SMALL_OPTIONS]
     saving = ["--checkpoint", str(directory), "--checkpoint-every", "10", *options]
-    process = subprocess.Popen([*command, *saving], cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
+    with forks.Script(forks.run_module("examples.dlrm"), *command, *saving, cwd=REPOSITORY) as process:
         while process.poll() is None and _saved_batches(directory) < batches:
             time.sleep(0.002)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL, "it must die by our hand, not end by itself"
+    assert process.returncode == -signal.SIGKILL, "it must die by our hand, not end by itself"
 
 
 def _saved_batches(directory: Path) -> int:

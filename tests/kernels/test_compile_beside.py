@@ -8,12 +8,11 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -68,10 +67,9 @@ PROLOGUE = """
 
 def ran(script, cache, **environment):
     """The last line that a script prints, as JSON, and all that it did."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROLOGUE) + textwrap.dedent(script)],
+    done = forks.run(
+        textwrap.dedent(PROLOGUE) + textwrap.dedent(script), timeout=240, base=forks.TORCH,
         env=os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)} | environment,
-        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
+import forks
 import numpy as np
 import pytest
 from numba.core import codegen
@@ -110,8 +109,8 @@ print(bag.state_dict()["weight"].view(torch.int16).tolist())
 """
     found = []
     for way, apart in (("ours", {}), ("numba", {"NUMBA_CACHE_DIR": str(tmp_path)})):
-        script_of = [sys.executable, "-c", script, way]
-        run = subprocess.run(script_of, env=os.environ | apart, capture_output=True, text=True, check=True)
+        run = forks.run(script, way, base=forks.TORCH, env=os.environ | apart)
+        assert run.returncode == 0, run.stderr
         found.append(run.stdout)
     assert found[0] == found[1]
     assert len(found[0]) > 1000

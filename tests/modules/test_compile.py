@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-import subprocess
-import sys
 
+import forks
 import pytest
 import torch
 from devices import assert_close, equal
@@ -97,7 +96,7 @@ def test_serving_does_not_import_the_compiler():
         "import sys, torch, tieredemb; tieredemb.TieredEmbedding(9, 2)(torch.tensor([1])); "
         "sys.exit('torch._dynamo' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forks.run(code, base=forks.TORCH).returncode == 0
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])

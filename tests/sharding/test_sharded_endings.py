@@ -6,12 +6,10 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
-import sys
 
+import forks
 import pytest
 import torch
-from sharding.worlds import PYTHONPATH
 
 import tieredemb as te
 
@@ -22,7 +20,6 @@ import sys
 import time
 import torch
 import torch.distributed as dist
-import sharding.warmed
 import tieredemb as te
 
 
@@ -87,16 +84,11 @@ def test_a_collection_that_is_gone_leaves_no_thread_of_its_group(worlds, closes)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Of each way the exit code, the output, the errors and the seconds of each rank: processes of torchrun import
-    once, and what ends are forks of them."""
+    """Of each way the exit code, the output, the errors and the seconds of each rank. What ends are forks of the
+    processes of torchrun."""
     where = tmp_path_factory.mktemp("endings")
     (where / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(
-        [*command, where / "script.py", where, *WAYS],
-        capture_output=True, text=True, timeout=240, env=environment, check=False,
-    )  # fmt: skip
+    done = forks.torchrun("--nproc-per-node", "2", where / "script.py", where, *WAYS, timeout=240)
     assert done.returncode == 0, done.stderr
     found = {}
     for number, how in enumerate(WAYS):

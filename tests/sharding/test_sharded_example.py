@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,16 +164,9 @@ def test_several_gpus_train_what_one_does(gpus, prefetch, graph, monkeypatch):
     assert (replays > 3) == graph
 
 
-def run_torchrun(*options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "-m", "examples.dlrm", "train", *SMALL_OPTIONS, *options],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def test_torchrun_starts_it_and_one_process_talks():
-    done = run_torchrun("--prefetch", "1", "--device", "cpu")
+    command = ["--nproc-per-node", "2", "-m", "examples.dlrm", "train", *SMALL_OPTIONS]
+    done = forks.torchrun(*command, "--prefetch", "1", "--device", "cpu", cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert "on the CPU in 2 processes" in done.stdout
     assert done.stdout.count("\ntest AUC") == done.stdout.count("\nhit rate") == 1
@@ -181,7 +175,11 @@ def test_torchrun_starts_it_and_one_process_talks():
 def test_torchrun_gives_each_process_a_gpu():
     if torch.cuda.device_count() < 2:
         pytest.skip(f"2 processes need a GPU each, here are {torch.cuda.device_count()}")
-    done = run_torchrun("--prefetch", "1", "--graph")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "examples.dlrm", "train", *SMALL_OPTIONS, "--prefetch", "1", "--graph"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search("on NVIDIA .* in 2 processes, .* a CUDA graph a step", done.stdout)
     assert done.stdout.count("\ntest AUC") == 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
+import forks
 import torch
 from test_docs import blocks
 
@@ -20,11 +17,7 @@ def test_the_script_of_the_guide_runs(tmp_path):
     (tmp_path / "train.py").write_text(script)
     torchrun, *options = command.split()
     assert torchrun == "torchrun"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )  # fmt: skip
+    done = forks.torchrun(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ((_, printed),) = blocks(PAGE, "text")
     assert done.stdout.strip() == printed.strip()

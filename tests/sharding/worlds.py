@@ -9,16 +9,10 @@ import os
 import tempfile
 import traceback
 from datetime import timedelta
-from multiprocessing import forkserver
-from pathlib import Path
 
-import pytest
+from forks import call
 
 START = multiprocessing.get_context("spawn")
-FORKED = multiprocessing.get_context("forkserver")  # one process imports for all, which start in a moment then
-FORKED.set_forkserver_preload(["sharding.warmed"])
-# on which a new process finds the tests, too
-PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
 
@@ -34,31 +28,16 @@ def on_cpu(value):
     return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
 
 
-def ensure_server():
-    """Starts the process that ranks are forks of. Python 3.11 does not tell it `sys.path`, and what it cannot import it
-    leaves out, without a word."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def forked(function, *args):
-    """A process that runs `function(*args, pipe)`, and the other end of the pipe; killed in the end, if it lives."""
-    ensure_server()
-    ours, theirs = FORKED.Pipe()
-    process = FORKED.Process(target=function, args=(*args, theirs), daemon=True)
+def spawned(function, *args):
+    """What `forks.call` returns, of a process that imports all by itself: CUDA takes no fork."""
+    ours, theirs = START.Pipe()
+    process = START.Process(target=function, args=(*args, theirs), daemon=True)
     process.start()
     theirs.close()
-    try:
-        yield process, ours
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
+    return process, ours
 
 
-def serve(rank, size, meeting, pipe, device):
+def serve(rank, size, meeting, device, pipe):
     """What a process of a world does: calls what it is sent, until nothing more comes."""
     import torch
     import torch.distributed as dist
@@ -86,29 +65,25 @@ def serve(rank, size, meeting, pipe, device):
 
 class World:
     """`size` processes, each a rank, whose default device is `device` · `wait_s`: how long one
-    may take to answer · `is_lost`: whether one did not, so that the next answers would be those of calls before."""
+    may take to answer · `is_lost`: whether one has not, so that the next answers would be none, or those of calls
+    before."""
 
     def __init__(self, size, device="cpu", wait_s=None):
-        start = FORKED if device == "cpu" else START  # CUDA takes no fork
-        if start is FORKED:
-            ensure_server()
         self.size, self.device = size, device
-        self.wait_s, self.is_lost = wait_s or ANSWER_S * WAIT_S[device], False
+        self.wait_s, self.is_lost = wait_s or ANSWER_S * WAIT_S[device], True
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
         meeting = os.path.join(self._meeting.name, "store")
         self.pipes, self.processes = [], []
         for rank in range(size):
-            ours, theirs = start.Pipe()
-            process = start.Process(target=serve, args=(rank, size, meeting, theirs, device), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            process, pipe = (call if device == "cpu" else spawned)(serve, rank, size, meeting, device)
+            self.pipes.append(pipe)
             self.processes.append(process)
         self._answers()
 
     def call(self, function, *args):
         """(kind, value) of each rank, of `function(rank, size, *args)`: "returned" and what, or "raised" and the
         error's name, text and traceback."""
+        self.is_lost = True  # until all have answered
         for pipe in self.pipes:
             pipe.send((function, on_cpu(args)))
         return self._answers()
@@ -123,10 +98,12 @@ class World:
     def _answers(self):
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(self.wait_s):
-                self.is_lost = True
-                raise AssertionError(f"rank {rank} of {self.size} does not answer within {self.wait_s} s")
-            answers.append(pipe.recv())
+            assert pipe.poll(self.wait_s), f"rank {rank} of {self.size} does not answer within {self.wait_s} s"
+            try:
+                answers.append(pipe.recv())
+            except (EOFError, OSError):
+                raise AssertionError(f"rank {rank} of {self.size} has ended") from None
+        self.is_lost = False
         return answers
 
     def close(self):
@@ -135,6 +112,7 @@ class World:
         for process in self.processes:
             process.join(0 if self.is_lost else 10)
             process.kill()
+            process.join()
         self._meeting.cleanup()
 
 

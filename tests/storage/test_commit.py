@@ -6,10 +6,9 @@ import ctypes
 import gc
 import itertools
 import mmap
-import subprocess
-import sys
 import weakref
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -81,4 +80,4 @@ from tieredemb.storage import commit
 commit._parts = lambda count, size: itertools.repeat((0, 1))
 commit.Commit(numpy.zeros(1 << 20, numpy.uint8), 1 << 20)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert forks.run(code, timeout=60).returncode == 0

@@ -10,7 +10,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import SimpleNamespace  # noqa: F401 - for the code that runs in subp
 import numpy as np
 import pytest
 import torch
+from forks import Script
 
 import tieredemb as te
 from tieredemb.errors import (
@@ -69,23 +69,10 @@ def closed(path):
     return path
 
 
-@contextlib.contextmanager
 def python(code, *args):
     """A Python process that runs `code`; killed in the end if it still runs."""
     prelude = "import os, sys, time\nfrom tests.storage.test_file import *\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return Script(prelude + textwrap.dedent(code), *args, cwd=Path(__file__).parents[2])
 
 
 def finish(process):
@@ -431,7 +418,7 @@ HOLD = """
 
 def test_second_process_is_refused_with_the_owners_pid(path):
     with python(HOLD, path) as owner:
-        assert owner.stdout.readline() == "held\n"
+        assert owner.readline() == "held\n"
         with pytest.raises(StorageLockedError, match=f"process {owner.pid}"):
             open_file(path)
         finish(owner)
@@ -443,7 +430,7 @@ def test_second_process_is_refused_with_the_owners_pid(path):
 
 def test_killed_owner_leaves_a_file_that_only_recover_or_fresh_opens(path):
     with python(HOLD, path) as owner:
-        owner.stdout.readline()
+        owner.readline()
         owner.kill()
         owner.wait()
         with pytest.raises(UncleanFileError, match=rf"pid {owner.pid}.*recover=True.*fresh=True"):
@@ -482,7 +469,7 @@ def test_child_that_outlives_the_owner_does_not_keep_the_lock(path, start):
         time.sleep(60)
     """
     with python(code, path) as owner:
-        child = int(owner.stdout.readline())
+        child = int(owner.readline())
         try:
             with pytest.raises(StorageLockedError):
                 open_file(path)

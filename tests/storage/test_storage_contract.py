@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from itertools import pairwise
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -377,4 +376,4 @@ def test_importing_storages_compiles_nothing():
         "from tieredemb.storage.checkpoint import directory\n"
         "sys.exit('numba' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forks.run(code, base=forks.TORCH).returncode == 0

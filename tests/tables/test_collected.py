@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import thread as futures
 
+import forks
 import pytest
 
 from tieredemb.tables import collected
@@ -79,7 +79,7 @@ with threading._shutdown_locks_lock:
     del bag
     gc.collect()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    done = forks.run(script)
     assert done.returncode == 0, done.stderr
     script = f"""
 import tieredemb as te
@@ -89,7 +89,7 @@ bag = te.TieredEmbeddingBag(
 )
 print(bag.state_dict()["weight"][:10].sum().item())
 """
-    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    again = forks.run(script)
     assert again.stdout == done.stdout, again.stderr
 
 
@@ -126,7 +126,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 gone.set()
 """
     lock_of(threading, "_shutdown_locks_lock")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = forks.run(script, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -146,9 +146,7 @@ table.tables.groups[0].cache.cold.write = full
 
 
 def test_rows_that_the_end_of_a_process_cannot_write_are_told_of_as_lost(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", FAILS, str(tmp_path / "rows")], capture_output=True, text=True, check=False
-    )
+    ended = forks.run(FAILS, tmp_path / "rows")
     assert "StorageFullError: no space left" in ended.stderr
     assert "rows that were not written are lost" in ended.stderr
     assert "tieredemb.close(model)" in ended.stderr

@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
@@ -14,10 +13,10 @@ import threading
 import time
 import weakref
 
+import forks
 import pytest
 import torch
 from devices import equal, randint
-from sharding.worlds import forked
 from torch import nn
 
 import tieredemb as te
@@ -280,16 +279,6 @@ def test_module_that_is_collected_closes_its_file(device, tmp_path):
     assert same(everything(make(storage=te.File(path))), expected)
 
 
-def run(code, *arguments, **keywords):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **keywords,
-    )
-
-
 TRAIN = """
     import sys, torch
     import tieredemb as te
@@ -306,10 +295,10 @@ TRAIN = """
 
 def test_process_that_exits_leaves_a_clean_file(device, tmp_path):
     path = str(tmp_path / "rows")
-    process = run(TRAIN, path, "30", device)
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    assert "Error" not in errors, errors
+    command = [sys.executable, "-c", textwrap.dedent(TRAIN), path, "30", device]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert process.returncode == 0, process.stderr
+    assert "Error" not in process.stderr, process.stderr
     bag, plain = make(storage=te.File(path)), make()
     for i in range(30):
         step(plain, i % 40, i * 7 % 40)
@@ -318,13 +307,10 @@ def test_process_that_exits_leaves_a_clean_file(device, tmp_path):
 
 def test_file_of_a_living_process_is_refused_and_of_a_killed_one_is_unclean(tmp_path):
     path = str(tmp_path / "rows")
-    process = run(TRAIN, path, "forever", "cpu")
-    assert process.stdout.readline() == "running\n"
-    with pytest.raises(StorageLockedError, match=str(process.pid)):
-        make(storage=te.File(path))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.communicate()
+    with forks.Script(TRAIN, path, "forever", "cpu") as process:
+        assert process.readline() == "running\n"
+        with pytest.raises(StorageLockedError, match=str(process.pid)):
+            make(storage=te.File(path))
     with pytest.raises(UncleanFileError, match="recover"):
         make(storage=te.File(path))
     make(storage=te.File(path, recover=True)).close()
@@ -368,11 +354,11 @@ def saves_for_ever(directory, pipe):
 
 @pytest.mark.parametrize("saves", [1, 2, 5])
 def test_killed_at_any_moment_the_last_complete_checkpoint_loads_bit_for_bit(tmp_path, saves):
-    with forked(saves_for_ever, tmp_path) as (process, pipe):
-        said = [pipe.recv() for _ in range(saves)][-1]
-        time.sleep(0.0137 * saves)
-        process.kill()
-        process.join()
+    process, pipe = forks.call(saves_for_ever, tmp_path)
+    said = [pipe.recv() for _ in range(saves)][-1]
+    time.sleep(0.0137 * saves)
+    process.kill()
+    process.join()
     resumed = SavedRun(tmp_path)
     resumed.resume()
     assert resumed.steps >= said

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import thread as futures
 from typing import Any
 
-# since Python 3.13 threads are counted without the first one
-_LOCKS = [getattr(threading, "_shutdown_locks_lock", None), getattr(futures, "_global_shutdown_lock", None)]
+# since Python 3.13 threads are counted without the first one; looked up when needed, as a fork gets new ones
+_LOCKS = (threading, "_shutdown_locks_lock"), (futures, "_global_shutdown_lock")
 _under_way: dict[int, Any] = {}  # locks that are taken until a close on a thread of its own has ended
 
 
@@ -28,7 +28,8 @@ def when_collected(owner: object, close: Callable[[], object]) -> weakref.finali
 
 
 def _close(close: Callable[[], object]) -> None:
-    if any(lock is not None and lock.locked() for lock in _LOCKS):
+    locks = (getattr(module, name, None) for module, name in _LOCKS)
+    if any(lock is not None and lock.locked() for lock in locks):
         _close_aside(functools.partial(_for_good, close))
     else:
         _for_good(close)
