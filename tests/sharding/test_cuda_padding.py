@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("rank", "shape"), product(range(RANKS), SHAPES))
 def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
     with torch.device("cpu"):
-        parts, kinds, came = asked_of(rank, "rows", shape, rows)
-        request = taken(parts, kinds, came, rank, knows_ends=False, rows=rows)
+        parts, came = asked_of(rank, "rows", shape, rows)
+        request = taken(parts, came, rank, knows_ends=False, rows=rows)
     features, stack = len(parts[0].space.features), request.batch.stack
     its = join_messages(came[0].cuda(), ranks=RANKS, features=features, bound=BOUND, rows=rows)
     assert equal(its.edges.cpu(), request.batch.offsets)
