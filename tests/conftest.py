@@ -14,6 +14,10 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).parents[1]
+LONGEST = {  # files of tests, by the time that they take on one core
+    *("test_kernel_cache.py", "test_dense_optimizers.py", "test_cuda_compile.py", "test_interrupts.py"),
+    *("test_sharded_padded.py", "test_compile_beside.py", "test_device_functions.py", "test_gpu_benchmarks.py"),
+}
 os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
 # torch's threads sleep while they wait for each other: else they spin on cores that other tests need
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -123,7 +127,9 @@ def data_dir() -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before they are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the real logs, and what needs a GPU: `-k gpu` selects all of that, whatever it is called."""
+    """Marks what needs the real logs, and what needs a GPU: `-k gpu` selects all of that, whatever it is called. Files
+    that take longest come first: with several workers none is still busy with one when the others have ended."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "data_dir" in fixtures:

@@ -21,7 +21,18 @@ from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH
 from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
 from benchmarks.cuda_shapes import LIMITS
-from benchmarks.cuda_sharding import CAPTURED, EXCHANGES, MIXED, PLAIN, RESIDENT, SHARDED, Done, Exchange, Requests
+from benchmarks.cuda_sharding import (
+    CAPTURED,
+    COPIED,
+    EXCHANGES,
+    MIXED,
+    PLAIN,
+    RESIDENT,
+    SHARDED,
+    Done,
+    Exchange,
+    Requests,
+)
 from benchmarks.cuda_sharding import plan_of as plan_of_sharding
 from benchmarks.cuda_sharding import records_of as records_of_sharding
 from benchmarks.cuda_tables import set_weights, table_configs, tiered_tables
@@ -91,7 +102,7 @@ def forked_child(*args, **environment):
         ("rounding", {"test AUC": 5}),
         (
             "sharding",
-            {"step": 22, "sharded by default / small tables whole": 2, "misses of a rank / one GPU's": 4},
+            {"step": 24, "sharded by default / small tables whole": 2, "misses of a rank / one GPU's": 4},
         ),
         ("shapes", {"step": 4, "HBM of the cache": 2}),
         (
@@ -399,7 +410,7 @@ def test_a_captured_step_has_bars_by_one_gpu_by_its_parts_and_by_tables_held_who
         return Done(StepTimes(mean_ms=ms, host_ms=ms, step_ms=torch.full((4,), ms).numpy()), 0.5, 10.0)
 
     def told(scale):
-        ms = {PLAIN: 1.0, SHARDED: 2.0, MIXED: 1.6}
+        ms = {PLAIN: 1.0, SHARDED: 2.0, MIXED: 1.6, COPIED: 1.4}
         steps = {("W-kaggle", way, mode): done(scale * ms[way]) for way in ms for mode in ("", *CAPTURED)}
         exchange = Exchange(Quantiles(scale * 0.1, 0.0, 0.0, 1), 3.0)
         steps["W-kaggle", RESIDENT] = Quantiles(scale * 0.3, 0.0, 0.0, 1)
@@ -428,5 +439,5 @@ def test_parts_of_the_sharded_benchmark_are_run_alone():
     plan, _ = plan_of_sharding([*QUICK, "--workloads", "DLRM", "W-kaggle"])
     assert [(work.name, work.ways) for work in plan.works] == [
         ("DLRM", (PLAIN, SHARDED)),
-        ("W-kaggle", (PLAIN, SHARDED, MIXED)),
+        ("W-kaggle", (PLAIN, SHARDED, MIXED, COPIED)),
     ]
