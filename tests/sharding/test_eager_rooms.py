@@ -187,6 +187,15 @@ def test_where_a_rank_has_no_room_nobody_asks_again(rooms, monkeypatch):
     assert len(Memory.made) == 1
 
 
+def test_rooms_that_cannot_grow_stay(rooms, monkeypatch):
+    prepared(rooms, bounds(16, 8))
+    monkeypatch.setattr(Memory, "has_room", False)
+    assert prepared(rooms, bounds(40, 8), 5 * AGAIN) is None
+    assert len(Memory.made) == 2
+    assert rooms.of(bounds(16, 8)) is not None
+    assert not rooms.is_off
+
+
 def test_closed_rooms_take_no_forward(rooms):
     prepared(rooms, bounds(16, 8))
     views = [weakref.ref(its.rows.came) for its in rooms.of(bounds(16, 8)) if its is not None]

@@ -44,6 +44,7 @@ class EagerRooms:
         self._holder: int | None = None  # the forward that has the room for gradients
         self._lacked = 0  # forwards in a row that have found no room
         self._waited = 0.0  # in rooms that were outgrown
+        self._grows = True
         self.is_off = not context.exchange.has_nccl or context.device.type != "cuda"
 
     @property
@@ -59,7 +60,7 @@ class EagerRooms:
     def prepare(self, bounds: Bounds) -> None:
         """All ranks have agreed to an exchange of these `bounds`, before a forward. Makes room for it where such
         forwards come again and again. A collective; waits for the device where it makes room."""
-        if self.is_off or self._holder is not None:
+        if self.is_off or not self._grows or self._holder is not None:
             return
         if self._fits(bounds):
             self._lacked = 0
@@ -89,8 +90,8 @@ class EagerRooms:
                 rooms.append(Room(0, number, most[number].ids, width, torch.float32, True))
         memory = SymmetricMemory(self._context, SHARE)
         made = memory.make(rooms)
-        if made is None:
-            self.is_off = True
+        if made is None:  # and what there is stays
+            self.is_off, self._grows = self._memory is None, False
             return
         if self._memory is not None:  # of which all have come to the barrier of the new one
             self._waited += self._memory.wait_seconds
