@@ -36,7 +36,7 @@ ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their ro
 
 @dataclass(eq=False, kw_only=True)
 class ShardedContext:
-    """That of one module. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of `output_dtype`,
+    """What they share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of `output_dtype`,
     on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are padded to, if the
     user has named it; else those of captured steps are padded to what they have requested so far, as all ranks know ·
     `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another for in one
