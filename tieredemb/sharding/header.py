@@ -39,6 +39,7 @@ class Phase(enum.IntEnum):
     WHOLE = 14  # whichever of these
     BUSY = 15  # nothing yet: all others announce again what they have
     CONSTRUCT = 16
+    ROOM = 17
 
     @property
     def told(self) -> str:
@@ -63,6 +64,7 @@ _TOLD = {
     Phase.WHOLE: "reads or writes whole tables",
     Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
     Phase.CONSTRUCT: "constructs a sharded collection",
+    Phase.ROOM: "makes room for what ranks write into each other's memory",
 }
 
 

@@ -136,7 +136,7 @@ class SymmetricMemory:
 
     def _all_could(self, could: int) -> Sequence[int] | None:
         """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
-        told = self._context.announce(Phase.STEP, flag=could).flags
+        told = self._context.announce(Phase.ROOM, flag=could).flags
         self._is_off = not all(told)
         return None if self._is_off else told
 
