@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.eager_rooms import EagerRooms
+from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.gpu_bags import GpuBags
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
@@ -79,7 +79,7 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
     """As `captured_run`, by eager steps, most of which write."""
     with (
         writing(has_barriers=sharding != "tables"),
-        calls_of(EagerRooms, "rows_came") as written,
+        calls_of(EagerBuffers, "rows_exchanged") as written,
         calls_of(GpuBags, "send_gradient") as gradients,
     ):
         model = ShardedTieredEmbeddingBagCollection(

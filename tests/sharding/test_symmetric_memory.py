@@ -15,7 +15,7 @@ from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.symmetric import Room, SymmetricMemory
+from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 
 HERE = [Place("host", "gpu0", ""), Place("host", "gpu1", "")]
 
@@ -92,13 +92,13 @@ def test_a_gpu_without_a_way_to_it_is_not_reached(gpus):
     assert not memory_of(HERE)[0]._reaches_all()
 
 
-ROOMS = [Room(0, 0, 10, 8, torch.float32, False), Room(0, 0, 7, 8, torch.bfloat16, True)]
+SPECS = [BufferSpec(0, 0, 10, 8, torch.float32, False), BufferSpec(0, 0, 7, 8, torch.bfloat16, True)]
 
 
 @pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
 def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywords):
     memory, headers = memory_of(HERE, **keywords)
-    assert memory.make(ROOMS) is None
+    assert memory.make(SPECS) is None
     assert not headers
 
 
@@ -145,8 +145,8 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
 
     monkeypatch.setattr(memory, "_allocate", allocate)
     monkeypatch.setattr(memory, "_mapped", mapping)
-    assert memory.make(ROOMS) is None
-    assert memory.make(ROOMS) is None  # nor asks again
+    assert memory.make(SPECS) is None
+    assert memory.make(SPECS) is None  # nor asks again
     assert [bool(each) for each in headers] == [allocated, mapped][: len(flags)]
     assert len(maps) == len(flags) - 1
     assert freed == [True] * (allocated + len(maps))
@@ -178,11 +178,11 @@ def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch,
     monkeypatch.setattr(torch.distributed._symmetric_memory, "rendezvous", lambda memory, group: handle)
     monkeypatch.setattr(symmetric, "on_device", contextlib.nullcontext)
     memory._exchange.group = None
-    found = memory._mapped([own], [5, others], {ROOMS[0]: 64})
+    found = memory._mapped([own], [5, others], {SPECS[0]: 64})
     assert (found is not None) == (others == 7)
     if found:
         assert found.words == [own.data_ptr() + 8, theirs.data_ptr() + 8]
-        assert found.rooms[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
+        assert found.buffers[SPECS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
 
 
 @pytest.mark.parametrize(("size", "fits"), [(100, True), (101, False)])
@@ -204,7 +204,7 @@ def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
 
 
 def test_rooms_lie_apart_and_aligned(gpus):
-    starts, size = memory_of(HERE)[0]._laid_out(ROOMS)
+    starts, size = memory_of(HERE)[0]._laid_out(SPECS)
     assert starts == [512, 1536]  # behind the words of ranks; 2 ranks × 10 rows × 32 bytes are 640
     assert size == 2048
 
@@ -218,26 +218,34 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     of_widths = [[part(4, is_whole=False), part(4, is_whole=True)], [part(8, is_whole=False)]]
-    shards = [SimpleNamespace(parts=parts, engine=SimpleNamespace(tables=tables)) for parts in of_widths]
+    shards = [
+        SimpleNamespace(parts=parts, space=parts[0].space, engine=SimpleNamespace(tables=tables)) for parts in of_widths
+    ]
     memory, _ = memory_of(HERE)
     context = memory._context
     context.exchange.failures, context.exchange.counting_replays = 0, contextlib.nullcontext
-    context.row_bound, context.shards = row_bound, shards
+    context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
     captures, met = Captures(context, None, None), []
     monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
-    assert captures.rooms() is None
+    assert captures.buffers() is None
     with captures.capturing(given, planned=given if ahead else ()):
         assert not met
-        found = [captures.rooms() for _ in range(3)]
+        found = [captures.buffers() for _ in range(3)]
         assert len(met) == 1
-    assert captures.rooms() is None
+    assert captures.buffers() is None
     for call in range(2):
         one, whole, other = found[call]
         assert whole is None
-        assert one == (Room(call, 0, rows, 4, torch.bfloat16, False), Room(call, 0, 50, 4, torch.float32, True))
-        assert other == (Room(call, 2, rows, 8, torch.bfloat16, False), Room(call, 2, 50, 8, torch.float32, True))
+        assert one == (
+            BufferSpec(call, 0, rows, 4, torch.bfloat16, False),
+            BufferSpec(call, 0, 50, 4, torch.float32, True),
+        )
+        assert other == (
+            BufferSpec(call, 2, rows, 8, torch.bfloat16, False),
+            BufferSpec(call, 2, 50, 8, torch.float32, True),
+        )
     assert found[2] is None

@@ -24,7 +24,7 @@ __device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int wi
 }
 
 // Each thread calls it behind its last row. A kernel may be over while what it has written is on its way to another GPU,
-// and what that is told next may overtake it. At 762b4e7, where a collective of NCCL was the barrier, 23 of 130 runs of
-// captured steps read rows that had yet to arrive without this fence, and none of 130 did with it, side by side on two
-// H100s. Today's barrier (`barrier.cu`) releases what came before it on its stream; without the fence it was not tried.
+// and a later signal may overtake it. At 762b4e7, where a collective of NCCL was the barrier, 23 of 130 runs of captured
+// steps read rows that had yet to arrive without this fence, and none of 130 did with it, side by side on two H100s. The
+// barrier of today (`barrier.cu`) is a release of all earlier writes on its stream; it was not tried without the fence.
 __device__ __forceinline__ void publish_rows() { __threadfence_system(); }

@@ -1,13 +1,13 @@
 // A barrier of the GPUs of several ranks, in memory that all of them have mapped.
 #include "common.cuh"
 
-// Where the ranks meet: rank k's memory for it begins at begins[k], a word for each rank, of how often that has come.
+// Where the ranks meet: rank k's memory for it begins at begins[k], a word for each rank, which counts its arrivals.
 struct Meeting {
     const i64 *begins;
     int ranks, rank;
 };
 
-constexpr int TURNS = 1 << 10;  // between two looks at the host's memory, each of which takes microseconds
+constexpr unsigned POLLS = 1 << 10;  // between two reads of the host's memory, which take longer
 
 __device__ __forceinline__ void store_release(u64 *to, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
@@ -25,11 +25,11 @@ __device__ __forceinline__ u64 nanoseconds() {
     return now;
 }
 
-// Waits until all ranks have come as often as this one, which comes once more: `*count`. What each has launched before
-// on its stream is over then, and what it has written is here. Adds to `*waited` how long that took, in nanoseconds.
-// `*ended`, in the host's memory: not zero once nobody is to be waited for any more, and what is computed has no
-// meaning. After `patience` nanoseconds the kernel fails, and with it the process: as NCCL's do. One block of a thread a
-// rank.
+// Waits until all ranks have arrived as often as this one, which arrives once more: `*count`. What each has launched
+// before on its stream is over then, and what it has written is visible here. Adds to `*waited` how long that took, in
+// nanoseconds. `*ended`, in the host's memory: not zero once nobody is to be waited for any more, and what is computed
+// has no meaning. After `patience` nanoseconds the kernel fails, and with it the process: as NCCL's do. One block of a
+// thread a rank.
 extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, u64 *waited, const int *ended, u64 patience) {
     wait_for_prior_kernel();
     __shared__ u64 number;
@@ -39,9 +39,9 @@ extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, u64 *waited, 
     const u64 begin = nanoseconds();
     if (other < meeting.ranks) {
         store_release(reinterpret_cast<u64 *>(meeting.begins[other]) + meeting.rank, number);
-        const u64 *come = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
-        for (unsigned turn = 1; load_acquire(come) < number; turn++) {
-            if (turn % TURNS) continue;
+        const u64 *arrivals = reinterpret_cast<const u64 *>(meeting.begins[meeting.rank]) + other;
+        for (unsigned poll = 1; load_acquire(arrivals) < number; poll++) {
+            if (poll % POLLS) continue;
             if (*static_cast<const volatile int *>(ended)) break;
             if (nanoseconds() - begin > patience) __trap();
         }

@@ -1,8 +1,8 @@
 """A barrier of the GPUs of several ranks, in memory that all of them have mapped.
 
-A kernel writes a word into each rank's memory and waits for theirs, which takes a GPU and a host less time than a
-collective of NCCL. As NCCL does, it fails where a rank does not come for too long; and where ranks exchange nothing any
-more it waits for nobody (`collectives.end_waits`).
+A kernel writes a word into each rank's memory, and waits for theirs. As a collective of NCCL does, it fails where a
+rank does not arrive for too long; and where ranks exchange nothing any more it waits for nobody
+(`collectives.end_waits`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Barrier:
         end_with(self)
 
     def meet(self) -> None:
-        """The current stream waits until all ranks have come here: what each has launched there before is over."""
+        """The current stream waits until all ranks have arrived here: what each has launched there before is over."""
         with on_device(self._device):
             if not torch.cuda.is_current_stream_capturing():
                 self.follow()

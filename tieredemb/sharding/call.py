@@ -37,7 +37,7 @@ from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.eager_rooms import EagerRooms
+from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.exchange import Sending
 from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
@@ -51,7 +51,7 @@ from tieredemb.step.program import NUMBERS, Call, in_forward_order
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.recorded_requests import RecordedRequest
-    from tieredemb.sharding.symmetric import PartRooms, SymmetricMemory
+    from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory
 
 T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
@@ -69,9 +69,9 @@ MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
 
 class ReadyGradients(NamedTuple):
     """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
-    written to the owner's memory, what comes of all ranks · `kept`: of each part, where that is copied to, if it is for
-    a later step · `is_infinite`: whether a gradient here is not finite · `is_settled`: whether what comes is the
-    gradient as an update takes it, so that this rank cannot fail any more before that."""
+    written to the owner's memory, the buffer for those of all ranks · `kept`: of each part, a tensor that this is
+    copied to, if a later step applies it · `is_infinite`: whether a gradient here is not finite · `is_settled`: whether
+    what is received is the gradient as an update takes it, so that this rank cannot fail any more before that."""
 
     sending: list[list[Sending | torch.Tensor]]
     kept: list[torch.Tensor | None]
@@ -82,15 +82,15 @@ class ReadyGradients(NamedTuple):
 @dataclass(eq=False, kw_only=True)
 class ShardedCallContext(ShardedContext):
     """What the calls of one module share. `make_batch`: makes a checked batch of what a forward is given · `captures`:
-    what lets a step be captured · `recorded`: what eager forwards record on a GPU, and `eager_rooms`: where they write
-    what they would send."""
+    what lets a step be captured · `recorded`: what eager forwards record on a GPU, and `eager_buffers`: where they
+    write what they would send."""
 
     make_batch: Callable[..., Batch]
 
     def __post_init__(self) -> None:
         self.captures = Captures(self, self.find, self.make_batch)
         self.recorded = recorded_requests(self, self.find)
-        self.eager_rooms = EagerRooms(self)
+        self.eager_buffers = EagerBuffers(self)
 
     def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
@@ -102,12 +102,12 @@ class ShardedCallContext(ShardedContext):
             # nothing of a rank's own can fail any more, so they need not agree again
             is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
             with self.exchange.agreed():
-                if not self.eager_rooms.is_off:
-                    self.eager_rooms.reached([call.announced for call, _ in reached])
-                came = [call.exchanged(its) for (call, _), its in zip(reached, ready, strict=True)]
+                if not self.eager_buffers.is_off:
+                    self.eager_buffers.reached([call.announced for call, _ in reached])
+                received = [call.exchanged(its) for (call, _), its in zip(reached, ready, strict=True)]
             pairs: list[tuple[Call, torch.Tensor]] = []
             with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
-                for (call, _), its in zip(reached, came, strict=True):
+                for (call, _), its in zip(reached, received, strict=True):
                     pairs += call.gradients(its, is_infinite=is_infinite)
             if not is_settled:
                 self.announce(Phase.BACKWARD)
@@ -162,8 +162,8 @@ class ShardedCall:
     _bounds: Bounds  # of the exchange
     _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
     # of each part, where rows and gradients are written to each other's memory and not sent; and by whose barrier
-    _rooms: Sequence[PartRooms | None] = ()
-    _memory: SymmetricMemory | EagerRooms | None = None
+    _buffers: Sequence[PartBuffers | None] = ()
+    _memory: SymmetricMemory | EagerBuffers | None = None
 
     def __init__(self, context: ShardedCallContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
@@ -295,9 +295,9 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_room(bounds)
-        if not context.eager_rooms.is_off and self._learns:
+        if not context.eager_buffers.is_off and self._learns:
             with context.exchange.agreed():
-                context.eager_rooms.prepare(bounds)
+                context.eager_buffers.prepare(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
         with context.exchange.agreed():
@@ -390,22 +390,22 @@ class ShardedCall:
         every: list[torch.Tensor | None] = []
         try:
             self._follow()
-            self._rooms = self._made_rooms()
+            self._buffers = self._find_buffers()
             if context.stages_rows:
                 context.wait_for_stream(self._use.event)
             of_shards = zip(
-                context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._rooms), strict=True
+                context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._buffers), strict=True
             )
-            for shard, request, its, rooms in of_shards:
+            for shard, request, its, buffers in of_shards:
                 call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
-                call.rows_to = next((room.rows.to for room in rooms if room is not None), None)
+                call.rows_to = next((buffer.rows.to for buffer in buffers if buffer is not None), None)
                 found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks))
                 answers += found[0]
                 every += found[1]
             sending = [
-                exchange.sending(answer, part.answer, bags.back) if room is None else room.rows.came
-                for answer, part, bags, room in zip(answers, self._parts, self._bags, self._rooms, strict=True)
+                exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
+                for answer, part, bags, buffer in zip(answers, self._parts, self._bags, self._buffers, strict=True)
             ]
             kept = self._rows_for_weights(every)
             if self._is_later:
@@ -427,8 +427,8 @@ class ShardedCall:
         self._given = None
         with exchange.agreed():
             self._rows = self._came(sending, ROWS)
-            if self._memory is context.eager_rooms:
-                context.eager_rooms.rows_came(self.announced, trains=trains)
+            if self._memory is context.eager_buffers:
+                context.eager_buffers.rows_exchanged(self.announced, trains=trains)
             for bags, each in kept:
                 came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
@@ -436,20 +436,20 @@ class ShardedCall:
         context.captures.rows_sent()
         return True
 
-    def _made_rooms(self) -> Sequence[PartRooms | None]:
+    def _find_buffers(self) -> Sequence[PartBuffers | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""
-        captures, eager = self.context.captures, self.context.eager_rooms
-        rooms: Sequence[PartRooms | None] | None = None
+        captures, eager = self.context.captures, self.context.eager_buffers
+        buffers: Sequence[PartBuffers | None] | None = None
         self._memory = None
         if captures.is_active:
-            rooms, self._memory = captures.rooms(), captures.symmetric
+            buffers, self._memory = captures.buffers(), captures.symmetric
         elif not eager.is_off and self._learns:
-            rooms, self._memory = eager.of(self._bounds), eager
-        if rooms is not None and all(
-            room is None or (room.rows.to.each, room.grads.to.each) == (part.answer[0], part.grads[0])
-            for part, room in zip(self._parts, rooms, strict=True)
+            buffers, self._memory = eager.of(self._bounds), eager
+        if buffers is not None and all(
+            buffer is None or (buffer.rows.to.each, buffer.grads.to.each) == (part.answer[0], part.grads[0])
+            for part, buffer in zip(self._parts, buffers, strict=True)
         ):
-            return rooms
+            return buffers
         self._memory = None  # also of a forward that is captured among such as were planned ahead
         return [None] * len(self._bags)
 
@@ -565,33 +565,37 @@ class ShardedCall:
         self._use.join()  # at its end autograd has the current stream wait for those of leaves on a GPU alone
         self._follow(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
-        rooms, sending, kept = self._gradient_rooms(), list[list[Sending | torch.Tensor]](), list[torch.Tensor | None]()
-        # others write to eager rooms again as soon as they have another forward
-        is_kept = self._memory is context.eager_rooms and context.updater.keeps_gradients
-        for bags, part, room in zip(self._bags, self._parts, rooms, strict=True):
+        buffers, sending, kept = (
+            self._gradient_buffers(),
+            list[list[Sending | torch.Tensor]](),
+            list[torch.Tensor | None](),
+        )
+        # others write to eager buffers again in their next forward
+        is_kept = self._memory is context.eager_buffers and context.updater.keeps_gradients
+        for bags, part, buffer in zip(self._bags, self._parts, buffers, strict=True):
             rows: torch.Tensor | None = None
-            if room is None:
+            if buffer is None:
                 rows, scale = bags.gradient(grad, context.divisor)
             else:
-                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, room.grads.to)
+                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to)
             given = [each for each in (rows, scale) if each is not None]
             its = [exchange.sending(each, bags.grads, part.grads) for each in given]
-            sending.append([*its] if room is None else [room.grads.came, *its])
-            kept.append(torch.empty_like(room.grads.came) if room is not None and is_kept else None)
+            sending.append([*its] if buffer is None else [buffer.grads.received, *its])
+            kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
         for call in self._calls:
             check_update(call)
         is_settled = all(request.keeps_gradients for request in self._requests)
         return ReadyGradients(sending, kept, is_infinite, is_settled and all(len(its) == 1 for its in sending))
 
-    def _gradient_rooms(self) -> Sequence[PartRooms | None]:
+    def _gradient_buffers(self) -> Sequence[PartBuffers | None]:
         """Of each part where its gradients are written to, which may begin now; None where they are sent."""
-        eager = self.context.eager_rooms
+        eager = self.context.eager_buffers
         if self._memory is not eager:
-            return self._rooms
-        if not eager.has_gradients(self.announced):
-            return [None] * len(self._rooms)
+            return self._buffers
+        if not eager.owns_gradients(self.announced):
+            return [None] * len(self._buffers)
         eager.follow()
-        return self._rooms
+        return self._buffers
 
     def _is_infinite(self, grad: torch.Tensor) -> bool:
         is_finite = torch.isfinite(grad).all()
@@ -599,22 +603,23 @@ class ShardedCall:
         return not bool(is_finite)
 
     def exchanged(self, ready: ReadyGradients) -> list[list[torch.Tensor]]:
-        """What has come of each part, of what all ranks have had `ready`. Every rank takes part, and has agreed to."""
+        """Of each part what this rank receives of what all ranks have had `ready`. Every rank takes part, and has
+        agreed to."""
         each = iter(self._came([each for its in ready.sending for each in its], GRADIENTS))
-        came = [[next(each) for _ in its] for its in ready.sending]
+        received = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
-        for its, kept in zip(came, ready.kept, strict=True):
+        for its, kept in zip(received, ready.kept, strict=True):
             if kept is not None:
                 its[0] = kept.copy_(its[0])
-        return came
+        return received
 
     def gradients(
-        self, came: Sequence[Sequence[torch.Tensor]], *, is_infinite: bool
+        self, received: Sequence[Sequence[torch.Tensor]], *, is_infinite: bool
     ) -> list[tuple[Call, torch.Tensor]]:
-        """Of each shard the call of the rows that this rank owns, and the gradient of its output, of what has come.
-        `is_infinite`: whether a gradient of any rank is."""
+        """Of each shard the call of the rows that this rank owns, and the gradient of its output, of what was
+        `received`. `is_infinite`: whether a gradient of any rank is."""
         found = []
-        for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
+        for request, call, its in zip(self._requests, self._calls, self._by_shard(received), strict=True):
             rows = request.gradient(call, its)
             if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
@@ -638,13 +643,13 @@ class ShardedCall:
             among.drop(planned)
         for call in self._calls:
             call.release()
-        self._rooms = ()
+        self._buffers = ()
 
     def over(self) -> None:
         """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may
         be asked for yet."""
         self._used()
-        self._rooms = ()
+        self._buffers = ()
         self.is_over = not self.keeps_rows
 
     def _used(self) -> None:

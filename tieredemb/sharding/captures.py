@@ -20,7 +20,7 @@ from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bounds, Most, Phase, take
-from tieredemb.sharding.symmetric import PartRooms, Room, SymmetricMemory
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -45,7 +45,7 @@ class Captures(Agreement):
         self._told = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
-        self._rooms: Iterator[list[PartRooms | None]] = iter(())  # of the forwards in that step
+        self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
 
     def check(self) -> None:
         if not self._context.exchange.has_nccl:
@@ -122,40 +122,39 @@ class Captures(Agreement):
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
         exchange = self._context.exchange
         self._told = exchange.failures
-        self._rooms = self._make_rooms(len(given), ahead=bool(planned))
+        self._buffers = self._make_buffers(len(given), ahead=bool(planned))
         self._known = {identity(each) for each in (*given, *planned)}
         try:
             with exchange.counting_replays() as count:
                 yield count
         finally:
-            self._known, self._rooms = set(), iter(())
+            self._known, self._buffers = set(), iter(())
 
-    def _make_rooms(self, calls: int, *, ahead: bool) -> Iterator[list[PartRooms | None]]:
-        """Where ranks can write into each other's memory, room for rows and gradients of so many forwards, of each part
-        that is dealt out."""
-        context, parts = self._context, [(part, shard) for shard in self._context.shards for part in shard.parts]
-        bounds, rooms = context.bounds(context.row_bound if ahead else None), list[Room]()
+    def _make_buffers(self, calls: int, *, ahead: bool) -> Iterator[list[PartBuffers | None]]:
+        """Where ranks can write into each other's memory, the buffers for rows and gradients of so many forwards, of
+        each row-wise part."""
+        context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
+        bounds = context.bounds(context.row_bound if ahead else None)
         if bounds is None:
             return iter(())
         for call in range(calls):
             for number, ((part, shard), bound) in enumerate(zip(parts, bounds, strict=True)):
                 if not part.is_whole:
-                    width, dtype = part.space.width, shard.engine.tables.config.output_dtype
-                    rooms.append(Room(call, number, bound.rows or bound.ids, width, dtype, False))
-                    rooms.append(Room(call, number, bound.ids, width, torch.float32, True))
-        made = self.symmetric.make(rooms)
+                    specs.append(BufferSpec.for_rows(call, number, shard, bound))
+                    specs.append(BufferSpec.for_gradients(call, number, shard, bound))
+        made = self.symmetric.make(specs)
         if made is None:
             return iter(())
         its = iter(made)
         return self._in_turn(
-            [[None if part.is_whole else PartRooms(next(its), next(its)) for part, _ in parts] for _ in range(calls)]
+            [[None if part.is_whole else PartBuffers(next(its), next(its)) for part, _ in parts] for _ in range(calls)]
         )
 
-    def _in_turn(self, rooms: Sequence[list[PartRooms | None]]) -> Iterator[list[PartRooms | None]]:
+    def _in_turn(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
         """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
         earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
         self.symmetric.barrier()
-        yield from rooms
+        yield from buffers
 
     @contextlib.contextmanager
     def behind_rows(self, exchanges: Callable[[], object]) -> Iterator[None]:
@@ -178,10 +177,10 @@ class Captures(Agreement):
 
     # --- what a forward inside asks ---------------------------------------------------------------------------------
 
-    def rooms(self) -> list[PartRooms | None] | None:
+    def buffers(self) -> list[PartBuffers | None] | None:
         """Where rows and gradients of the next forward inside are written to, of each part; None where they are
         sent."""
-        return next(self._rooms, None)
+        return next(self._buffers, None)
 
     @property
     def is_active(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from tieredemb.errors import InvalidInputError, PeerError
 from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import MAX_BAGS
-from tieredemb.sharding.bags import Bags, CountingFinder
+from tieredemb.sharding.bags import Bags, CountingFinder, Part
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import NO_COURSE, Bound, Bounds, Counts, Course, Header, Most, Phase
 from tieredemb.sharding.layout import Layout
@@ -230,9 +230,14 @@ class ShardedContext:
             raise
 
     @functools.cached_property
+    def parts(self) -> Sequence[tuple[Part, Shard]]:
+        """The parts of all shards, each with its shard."""
+        return [(part, shard) for shard in self.shards for part in shard.parts]
+
+    @functools.cached_property
     def no_counts(self) -> Counts:
         """Of a header that announces no batch."""
-        return Counts(0, [Most(0, 0)] * sum(len(shard.parts) for shard in self.shards))
+        return Counts(0, [Most(0, 0)] * len(self.parts))
 
 
 def with_room(most: int) -> int:

@@ -39,7 +39,7 @@ class Phase(enum.IntEnum):
     WHOLE = 14  # whichever of these
     BUSY = 15  # nothing yet: all others announce again what they have
     CONSTRUCT = 16
-    ROOM = 17
+    BUFFERS = 17
 
     @property
     def told(self) -> str:
@@ -64,7 +64,7 @@ _TOLD = {
     Phase.WHOLE: "reads or writes whole tables",
     Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
     Phase.CONSTRUCT: "constructs a sharded collection",
-    Phase.ROOM: "makes room for what ranks write into each other's memory",
+    Phase.BUFFERS: "allocates buffers that other ranks write to",
 }
 
 
@@ -110,6 +110,11 @@ class Bound(NamedTuple):
     def just(cls, most: Most) -> Bound:
         """That which takes no more than a batch requests."""
         return cls(max(1, most.ids), max(1, most.rows))
+
+    @property
+    def row_count(self) -> int:
+        """How many rows come back from each rank."""
+        return self.ids if self.rows is None else self.rows
 
     def takes(self, most: Most) -> bool:
         """Whether the exchange takes what a batch requests."""

@@ -4,10 +4,10 @@ What a kernel would pack for an exchange, it writes to where the exchange would 
 of NCCL copies it. Who writes has to know that nobody reads any more what was there before, and who reads that all have
 written. For both there is a barrier (`barrier.cu`) in that memory; and who writes ends with a fence (`spread.cuh`).
 
-In a captured step (`captures`; for eager ones see `eager_rooms`) the barriers are before the first rows, behind rows,
-and behind gradients. Rows and gradients of each forward have room of their own, which is written once a replay:
+In a captured step (`captures`; for eager ones see `eager_buffers`) the barriers are before the first rows, behind rows,
+and behind gradients. Rows and gradients of each forward have buffers of their own, which are written once a replay:
 gradients of the step before were read before a rank comes to the barrier that this step begins with. All ranks make
-the room before they capture, or none does, and each finds out by a word in it that what it has mapped is the others'.
+buffers before they capture, or none does, and each finds out by a word in it that what it has mapped is the others'.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.barrier import Barrier
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import shares_memory
-from tieredemb.sharding.header import Phase
+from tieredemb.sharding.header import Bound, Phase
+from tieredemb.sharding.shard import Shard
 
-ALIGNED, WORD = 512, 8  # bytes: where room of each kind begins, and what ranks know each other's memory by
+ALIGNED, WORD = 512, 8  # bytes: where each buffer begins, and what ranks know each other's memory by
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # what torch raises where it cannot: the last three where its version has other names, which are not public
 CANNOT = (RuntimeError, ImportError, AttributeError, TypeError)
 
 
-class Room(NamedTuple):
-    """Which room it is: of the `call`-th forward of a step, for rows of a `part`, of its rows or of their gradients;
-    from each rank come `each` rows, `width` numbers of a `dtype`."""
+class BufferSpec(NamedTuple):
+    """Which buffer it is: of the `call`-th forward of a step and a `part`, for its rows or for their gradients. It has
+    space for `each` rows from each rank, `width` numbers of a `dtype`."""
 
     call: int
     part: int
@@ -47,22 +48,33 @@ class Room(NamedTuple):
     dtype: torch.dtype
     is_of_gradients: bool
 
+    @classmethod
+    def for_rows(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
+        """For the rows of part `number`, which is of a `shard`."""
+        dtype = shard.engine.tables.config.output_dtype
+        return cls(call, number, bound.row_count, shard.space.width, dtype, False)
+
+    @classmethod
+    def for_gradients(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
+        """For their gradients."""
+        return cls(call, number, bound.ids, shard.space.width, torch.float32, True)
+
 
 @dataclass(frozen=True)
 class SymmetricRows:
-    """Room on this rank for rows of all ranks, `came` (W · each, D), rank by rank, which all of them write to; and
-    where this rank's rows go on each of them."""
+    """A buffer on this rank, `received` (W · each, D), which all ranks write their rows to, rank by rank; and where
+    this rank writes its rows `to` on each of them."""
 
-    came: torch.Tensor
+    received: torch.Tensor
     to: RowSpread
 
     def of_fewer(self, each: int, rank: int) -> SymmetricRows:
-        """Room there for `each` rows of each rank, of which this is one."""
+        """The beginning of it, for `each` rows of each rank. `rank`: this one."""
         to = RowSpread(self.to.begins, each, rank * each)
-        return SymmetricRows(self.came[: len(to.begins) * each], to)
+        return SymmetricRows(self.received[: len(to.begins) * each], to)
 
 
-class PartRooms(NamedTuple):
+class PartBuffers(NamedTuple):
     """Of one part of a forward: for its rows, and for their gradients."""
 
     rows: SymmetricRows
@@ -70,35 +82,35 @@ class PartRooms(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """Memory of all ranks: its `rooms`, and where the `words` of a barrier begin on each."""
+    """Memory of all ranks: its `buffers`, and where the `words` of a barrier begin on each."""
 
-    rooms: dict[Room, SymmetricRows]
+    buffers: dict[BufferSpec, SymmetricRows]
     words: list[int]
 
 
 class SymmetricMemory:
-    """That of the ranks of one collection. Room is kept until it is closed, as a graph may write to it that a rank
-    replays. `share`: of the memory that is free it takes no more."""
+    """That of the ranks of one collection. Buffers are kept until it is closed, as a graph may write to them that a
+    rank replays. `share`: it takes no more than that of the free memory."""
 
     def __init__(self, context: ShardedContext, share: float = 1.0) -> None:
         self._context, self._exchange, self._device, self._share = context, context.exchange, context.device, share
         self._is_off = context.device.type != "cuda" or not context.exchange.has_nccl
-        self._made: dict[Room, SymmetricRows] = {}
+        self._made: dict[BufferSpec, SymmetricRows] = {}
         self._held: list[Any] = []  # what other ranks' memory is mapped by
         self._barrier: Barrier | None = None
 
-    def make(self, rooms: Sequence[Room]) -> list[SymmetricRows] | None:
-        """Those of `rooms`, which are the same on all ranks; makes what there is not yet. None on all of them where
-        there are none, and where a GPU does not reach another one's memory, or lacks memory. A collective; raises
-        `PeerError` where a rank has failed meanwhile. Waits for the device."""
-        if self._is_off or not rooms:
+    def make(self, specs: Sequence[BufferSpec]) -> list[SymmetricRows] | None:
+        """The buffers of these `specs`, which are the same on all ranks; allocates those that there are not yet. None
+        on all ranks where there are none, and where a GPU does not reach another one's memory, or lacks memory. A
+        collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        if self._is_off or not specs:
             return None
-        missing = [room for room in rooms if room not in self._made]
+        missing = [spec for spec in specs if spec not in self._made]
         if not missing or self._add(missing):
-            return [self._made[room] for room in rooms]
+            return [self._made[spec] for spec in specs]
         return None
 
-    def _add(self, missing: Sequence[Room]) -> bool:
+    def _add(self, missing: Sequence[BufferSpec]) -> bool:
         """Makes these, on all ranks or on none; returns whether it did."""
         held = list[Any]()
         try:
@@ -117,11 +129,11 @@ class SymmetricMemory:
             met = torch.cuda.Event()
             met.record()
             self._context.wait_for(met)
-        self._made |= mapped.rooms
+        self._made |= mapped.buffers
         return True
 
-    def _shared(self, missing: Sequence[Room], held: list[Any]) -> Mapped | None:
-        """Rooms in memory that all ranks have mapped; None on all of them where one could not. Puts into `held` this
+    def _shared(self, missing: Sequence[BufferSpec], held: list[Any]) -> Mapped | None:
+        """Buffers in memory that all ranks have mapped; None on all of them where one could not. Puts into `held` this
         rank's memory and, once that is mapped, what maps it."""
         starts, size = self._laid_out(missing)
         token = secrets.randbits(62) | 1
@@ -136,7 +148,7 @@ class SymmetricMemory:
 
     def _all_could(self, could: int) -> Sequence[int] | None:
         """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
-        told = self._context.announce(Phase.ROOM, flag=could).flags
+        told = self._context.announce(Phase.BUFFERS, flag=could).flags
         self._is_off = not all(told)
         return None if self._is_off else told
 
@@ -151,8 +163,8 @@ class SymmetricMemory:
         return 0.0 if self._barrier is None else self._barrier.wait_seconds
 
     def close(self, *, frees: bool) -> None:
-        """Gives the room up, once no graph writes to it. Unless it `frees` that, it is lost until the process ends: to
-        free it waits for the device, which may be waiting for a rank that has gone."""
+        """Releases the memory, once no graph writes to it. Unless it `frees` that, it is lost until the process ends:
+        to free it waits for the device, which may be waiting for a rank that has gone."""
         held, self._held, self._made, self._is_off = self._held, [], {}, True
         if held and not frees:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
@@ -170,18 +182,18 @@ class SymmetricMemory:
         assert self._barrier is not None
         self._barrier.follow()
 
-    def _laid_out(self, rooms: Sequence[Room]) -> tuple[list[int], int]:
+    def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
         starts, end = [], self._head
-        for room in rooms:
+        for spec in specs:
             starts.append(end)
-            size = self._exchange.size * room.each * room.width * room.dtype.itemsize
+            size = self._exchange.size * spec.each * spec.width * spec.dtype.itemsize
             end += -(-size // ALIGNED) * ALIGNED
         return starts, end
 
     @property
     def _head(self) -> int:
-        """Bytes before the first room: of what ranks know the memory by, and of the words of a barrier."""
+        """Bytes before the first buffer: of what ranks know the memory by, and of the words of a barrier."""
         return -(-WORD * (1 + self._exchange.size) // ALIGNED) * ALIGNED
 
     def _allocate(self, held: list[Any], size: int, token: int) -> bool:
@@ -216,8 +228,8 @@ class SymmetricMemory:
         others = {here[place.gpu] for place in places} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
-    def _mapped(self, held: list[Any], tokens: Sequence[int], starts: Mapping[Room, int]) -> Mapped | None:
-        """Maps the memory of all ranks, that of this one being `held`: rooms there, by where they begin (`starts`).
+    def _mapped(self, held: list[Any], tokens: Sequence[int], starts: Mapping[BufferSpec, int]) -> Mapped | None:
+        """Maps the memory of all ranks, that of this one being `held`: buffers there, by where they begin (`starts`).
         None where it cannot, and where what is mapped does not begin with what its rank has told (`tokens`). Ranks
         wait for each other inside, by torch's means: where one fails amid it, another may wait for ever."""
         (memory,) = held
@@ -232,17 +244,17 @@ class SymmetricMemory:
                 if found.tolist() != list(tokens):
                     return None
                 begins = [its.data_ptr() for its in of_ranks]
-                rooms = {room: self._rows(room, memory, begins, start) for room, start in starts.items()}
-                return Mapped(rooms, [begin + WORD for begin in begins])
+                buffers = {spec: self._rows(spec, memory, begins, start) for spec, start in starts.items()}
+                return Mapped(buffers, [begin + WORD for begin in begins])
         except CANNOT:
             return None
 
-    def _rows(self, room: Room, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
-        count = self._exchange.size * room.each
-        its = memory[start : start + count * room.width * room.dtype.itemsize]
+    def _rows(self, spec: BufferSpec, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
+        count = self._exchange.size * spec.each
+        its = memory[start : start + count * spec.width * spec.dtype.itemsize]
         where = torch.tensor([begin + start for begin in begins], dtype=torch.int64, device=self._device)
-        to = RowSpread(where, room.each, self._exchange.rank * room.each)
-        return SymmetricRows(its.view(room.dtype).view(count, room.width), to)
+        to = RowSpread(where, spec.each, self._exchange.rank * spec.each)
+        return SymmetricRows(its.view(spec.dtype).view(count, spec.width), to)
 
 
 @contextlib.contextmanager

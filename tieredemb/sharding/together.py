@@ -33,7 +33,7 @@ from tieredemb.step.program import look_up
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.eager_rooms import EagerRooms
+    from tieredemb.sharding.eager_buffers import EagerBuffers
     from tieredemb.sharding.lasting_call import LastingMemory
     from tieredemb.sharding.symmetric import SymmetricMemory
     from tieredemb.step.agreement import Agreement
@@ -299,9 +299,9 @@ class Together(Ranks):
             memory.close(frees=is_whole)
 
     @property
-    def _written(self) -> list[SymmetricMemory | EagerRooms]:
+    def _written(self) -> list[SymmetricMemory | EagerBuffers]:
         """What ranks write to in each other's memory."""
-        return [self._context.captures.symmetric, self._context.eager_rooms]
+        return [self._context.captures.symmetric, self._context.eager_buffers]
 
     def stats(self) -> ShardedStats:
         waited = sum(memory.wait_seconds for memory in self._written)

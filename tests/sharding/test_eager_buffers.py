@@ -1,0 +1,220 @@
+"""Which eager forwards of ranks write into each other's memory, and where: decided by what all ranks know. Memory is
+stood in for, and there is one rank's side of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from tieredemb.kernels.spread import RowSpread
+from tieredemb.sharding import eager_buffers
+from tieredemb.sharding.eager_buffers import LACKING, EagerBuffers
+from tieredemb.sharding.header import Bound
+from tieredemb.sharding.symmetric import SymmetricRows
+
+RANKS, RANK, WIDTH = 3, 1, 4
+
+
+class Memory:
+    """What stands in for that of all ranks; `made`: all of it."""
+
+    made: ClassVar[list] = []
+    has_memory = True
+    bytes, wait_seconds = 100, 0.5
+
+    def __init__(self, context, share):
+        self.share, self.specs, self.did = share, None, []
+        self.made.append(self)
+
+    def make(self, specs):
+        self.specs = specs
+        if not self.has_memory:
+            return None
+        begins = torch.zeros(RANKS, dtype=torch.int64)
+        return [
+            SymmetricRows(torch.zeros(RANKS * spec.each, spec.width), RowSpread(begins, spec.each, RANK * spec.each))
+            for spec in specs
+        ]
+
+    def follow(self):
+        self.did.append("follow")
+
+    def barrier(self):
+        self.did.append("barrier")
+
+    def close(self, *, frees):
+        self.did.append(("close", frees))
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """Of a width with a row-wise part, and one that is held whole."""
+    monkeypatch.setattr(eager_buffers, "SymmetricMemory", Memory)
+    monkeypatch.setattr(Memory, "made", [])
+    tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
+    shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
+    parts = [(SimpleNamespace(is_whole=is_whole), shard) for is_whole in (False, True)]
+    exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS)
+    return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
+
+
+def bounds(ids, rows=None):
+    return Bound(ids, rows), Bound(9, None)
+
+
+def prepared(buffers, its, times=LACKING):
+    for _ in range(times):
+        buffers.prepare(its)
+    return buffers.of(its)
+
+
+def forward(buffers, number, its, *, trains=True):
+    """Where it writes its rows, if it does, once all have come to the barrier behind them."""
+    found = buffers.of(its)
+    if found is not None:
+        buffers.rows_exchanged(number, trains=trains)
+    return None if found is None else found[0].rows.received.data_ptr()
+
+
+def test_buffers_are_allocated_for_forwards_that_recur(buffers):
+    assert prepared(buffers, bounds(16, 8), LACKING - 1) is None
+    assert not Memory.made
+    dealt, whole = prepared(buffers, bounds(16, 8), 1)
+    assert whole is None
+    ((memory,), in_turn) = Memory.made, buffers._allocated
+    assert memory.share == eager_buffers.SHARE
+    assert [(spec.call, spec.part, spec.each, spec.dtype, spec.is_of_gradients) for spec in memory.specs] == [
+        (0, 0, 9, torch.bfloat16, False), (1, 0, 9, torch.bfloat16, False), (0, 0, 18, torch.float32, True),
+    ]  # fmt: skip
+    assert (dealt.rows.to.each, dealt.rows.to.first, len(dealt.rows.received)) == (8, RANK * 8, RANKS * 8)
+    assert (dealt.grads.to.each, dealt.grads.to.first, len(dealt.grads.received)) == (16, RANK * 16, RANKS * 16)
+    assert dealt.rows.received.data_ptr() == in_turn[0].received.data_ptr()
+
+
+def test_a_row_may_come_back_for_each_id(buffers):
+    (dealt, _) = prepared(buffers, bounds(16))
+    assert (dealt.rows.to.each, dealt.grads.to.each) == (16, 16)
+
+
+def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
+    prepared(buffers, bounds(16, 8))
+    assert buffers.of(bounds(5, 3))[0].rows.to.each == 3
+    assert buffers.of(bounds(18, 9)) is not None
+    assert buffers.of(bounds(19, 9)) is None
+    assert buffers.of(bounds(16, 10)) is None
+    prepared(buffers, bounds(40, 4))
+    first, second = Memory.made
+    assert (
+        buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0].received.data_ptr()
+    )  # not in what was given up
+    assert [spec.each for spec in second.specs] == [9, 9, 45]  # what fitted still does
+    assert first.did[-1] == ("close", True)
+    assert buffers.wait_seconds == 1.0
+
+
+def test_one_that_fits_between_begins_the_count_anew(buffers):
+    prepared(buffers, bounds(16, 8))
+    for _ in range(3):
+        prepared(buffers, bounds(40, 8), LACKING - 1)
+        buffers.prepare(bounds(16, 8))
+    assert len(Memory.made) == 1
+
+
+def test_forwards_alternate_between_the_buffers_for_rows(buffers):
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    found = [forward(buffers, number, its, trains=False) for number in range(4)]
+    assert found[0] == found[2] != found[1] == found[3]
+    buffers.of(its)  # of one that has failed before the barrier, on all ranks
+    assert forward(buffers, 5, its) == found[0]
+
+
+def test_one_forward_at_a_time_writes_gradients(buffers):
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    for number in (3, 4):
+        forward(buffers, number, its)
+    assert [buffers.owns_gradients(number) for number in (3, 4)] == [True, False]
+    buffers.reached([3])
+    forward(buffers, 5, its)
+    assert buffers.owns_gradients(5)
+
+
+def test_a_forward_without_a_backward_releases_the_buffer_to_a_later_one(buffers):
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    for number in (3, 4):
+        forward(buffers, number, its)
+    buffers.reached([2, 4])
+    assert not buffers.owns_gradients(3)
+    forward(buffers, 5, its, trains=False)
+    assert not buffers.owns_gradients(5)
+    forward(buffers, 6, its)
+    buffers.reached([2])  # of an earlier one
+    assert buffers.owns_gradients(6)
+
+
+def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
+    """Whatever its stream is."""
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    (memory,) = Memory.made
+    assert memory.did == ["follow"]
+    buffers.barrier()
+    buffers.follow()
+    assert memory.did == ["follow", "barrier", "follow"]
+
+
+def test_what_table_wise_tables_exchange_needs_no_buffer(buffers):
+    prepared(buffers, bounds(16, 8))
+    assert buffers.of((Bound(16, 8), Bound(10**6, None))) is not None
+
+
+def test_none_are_allocated_while_a_backward_has_yet_to_come(buffers):
+    prepared(buffers, bounds(16, 8))
+    forward(buffers, 3, bounds(16, 8))
+    assert prepared(buffers, bounds(40, 8), 2 * LACKING) is None
+    buffers.reached([3])
+    assert prepared(buffers, bounds(40, 8)) is not None
+
+
+def test_where_a_rank_lacks_memory_none_tries_again(buffers, monkeypatch):
+    monkeypatch.setattr(Memory, "has_memory", False)
+    assert prepared(buffers, bounds(16, 8), 5 * LACKING) is None
+    assert len(Memory.made) == 1
+
+
+def test_buffers_that_cannot_grow_stay(buffers, monkeypatch):
+    prepared(buffers, bounds(16, 8))
+    monkeypatch.setattr(Memory, "has_memory", False)
+    assert prepared(buffers, bounds(40, 8), 5 * LACKING) is None
+    assert len(Memory.made) == 2
+    assert buffers.of(bounds(16, 8)) is not None
+    assert not buffers.is_off
+
+
+def test_closed_buffers_take_no_forward(buffers):
+    prepared(buffers, bounds(16, 8))
+    views = [weakref.ref(its.rows.received) for its in buffers.of(bounds(16, 8)) if its is not None]
+    buffers.close(frees=False)
+    gc.collect()
+    assert not any(its() is not None for its in views)  # nothing of it is held any more
+    assert buffers.of(bounds(16, 8)) is None
+    assert Memory.made[0].did[-1] == ("close", False)
+    assert prepared(buffers, bounds(16, 8), 2 * LACKING) is None
+
+
+@pytest.mark.parametrize("keywords", [{"has_nccl": False}, {"device": "cpu"}], ids=str)
+def test_ranks_without_nccl_have_none(monkeypatch, keywords):
+    monkeypatch.setattr(eager_buffers, "SymmetricMemory", None)
+    exchange = SimpleNamespace(has_nccl=keywords.get("has_nccl", True))
+    device = torch.device(keywords.get("device", "cuda"))
+    buffers = EagerBuffers(SimpleNamespace(exchange=exchange, device=device, parts=[]))
+    assert buffers.is_off
+    assert prepared(buffers, bounds(16, 8)) is None
+    assert buffers.bytes == 0

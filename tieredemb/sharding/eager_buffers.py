@@ -1,0 +1,160 @@
+"""Buffers in each other's memory that eager forwards of ranks write rows and gradients to, and so send neither.
+
+Each part whose tables are row-wise has two buffers for rows, which forwards use alternately, and one for gradients. A
+rank writes the rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of
+the last forward that used the same buffer. It writes gradients behind the barrier of their own forward: by then all
+ranks have updated their rows by the gradients that were in the buffer. So a forward has one barrier, behind its rows,
+and its backward has one.
+
+One forward at a time owns the buffer for gradients: from its rows on, until its gradients, or those of a later forward,
+have been exchanged. The gradients of other forwards are sent. All ranks decide this alike, from what all of them know:
+the sizes that they have agreed on, and the order of forwards and of backward passes. Buffers are allocated once several
+forwards in a row have lacked them, and anew where forwards need larger ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.header import Bound, Bounds
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, SymmetricRows
+
+LACKING = 4  # forwards in a row without buffers, before these are allocated
+MORE = 8  # a buffer is larger than these forwards need by one part in so many
+SHARE = 0.25  # of the free memory of a GPU, for buffers at most
+MOST_VIEWS = 8  # of buffers, for forwards of other sizes, that are kept
+ALTERNATING = 2  # buffers for rows
+
+
+class EagerBuffers:
+    """Those of the forwards of one collection. `is_off`: whether nothing is ever written there."""
+
+    def __init__(self, context: ShardedContext) -> None:
+        self._context = context
+        self._memory: SymmetricMemory | None = None
+        self._capacity: Bounds = ()
+        self._allocated: Sequence[SymmetricRows] = ()  # of each row-wise part: those for rows, and that for gradients
+        self._views: dict[tuple[Bounds, int], Sequence[PartBuffers | None]] = {}
+        self._next = 0  # the buffer for the rows of the next forward
+        self._owner: int | None = None  # the forward that owns the buffer for gradients
+        self._lacking = 0  # forwards in a row without buffers
+        self._waited = 0.0  # seconds, in memory that was outgrown
+        self._grows = True
+        self.is_off = not context.exchange.has_nccl or context.device.type != "cuda"
+
+    @property
+    def wait_seconds(self) -> float:
+        """See `SymmetricMemory.wait_seconds`."""
+        return self._waited + (0.0 if self._memory is None else self._memory.wait_seconds)
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's memory."""
+        return 0 if self._memory is None else self._memory.bytes
+
+    def prepare(self, bounds: Bounds) -> None:
+        """All ranks have agreed to an exchange of these `bounds`, before a forward. Allocates buffers where several
+        forwards in a row have lacked them. A collective; waits for the device where it allocates."""
+        if self.is_off or not self._grows or self._owner is not None:
+            return
+        if self._fits(bounds):
+            self._lacking = 0
+            return
+        self._lacking += 1
+        if self._lacking == LACKING:
+            self._lacking = 0
+            self._allocate(bounds)
+
+    def _fits(self, bounds: Bounds) -> bool:
+        each = zip(bounds, self._capacity, self._context.parts, strict=False)
+        return bool(self._capacity) and all(
+            bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
+            for bound, capacity, (part, _) in each
+            if not part.is_whole
+        )
+
+    def _allocate(self, bounds: Bounds) -> None:
+        capacity = tuple(
+            Bound(max(_more(bound.ids), old.ids), max(_more(bound.row_count), old.row_count))
+            for bound, old in zip(bounds, self._capacity or bounds, strict=True)
+        )
+        specs = []
+        for number, ((part, shard), bound) in enumerate(zip(self._context.parts, capacity, strict=True)):
+            if not part.is_whole:
+                specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
+                specs.append(BufferSpec.for_gradients(0, number, shard, bound))
+        memory = SymmetricMemory(self._context, SHARE)
+        allocated = memory.make(specs)
+        if allocated is None:  # the buffers that there are stay
+            self.is_off, self._grows = self._memory is None, False
+            return
+        if self._memory is not None:  # all ranks have met at the barrier of the new one
+            self._waited += self._memory.wait_seconds
+            self._release(frees=True)
+        self._memory, self._capacity, self._allocated = memory, capacity, allocated
+
+    def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
+        """Those of a forward whose exchange has these `bounds`: of each row-wise part, for as many rows from each rank
+        as it exchanges. None where they do not fit. The current stream may write there from now on."""
+        memory = self._memory
+        if memory is None or not self._fits(bounds):
+            return None
+        memory.follow()
+        key = (bounds, self._next)
+        if key not in self._views:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = self._view(bounds)
+        return self._views[key]
+
+    def _view(self, bounds: Bounds) -> Sequence[PartBuffers | None]:
+        each, rank, views = iter(self._allocated), self._context.exchange.rank, list[PartBuffers | None]()
+        for (part, _), bound in zip(self._context.parts, bounds, strict=True):
+            if part.is_whole:
+                views.append(None)
+                continue
+            rows, grads = [next(each) for _ in range(ALTERNATING)][self._next], next(each)
+            views.append(PartBuffers(rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)))
+        return views
+
+    def follow(self) -> None:
+        """See `Barrier.follow`."""
+        assert self._memory is not None
+        self._memory.follow()
+
+    def barrier(self) -> None:
+        """See `SymmetricMemory.barrier`."""
+        assert self._memory is not None
+        self._memory.barrier()
+
+    def rows_exchanged(self, forward: int, *, trains: bool) -> None:
+        """All ranks have launched the barrier behind the rows of a `forward`, by its number."""
+        self._next = (self._next + 1) % ALTERNATING
+        if trains and self._owner is None:
+            self._owner = forward
+
+    def owns_gradients(self, forward: int) -> bool:
+        """Whether the gradients of a `forward` are written, and not sent."""
+        return self._owner == forward
+
+    def reached(self, forwards: Sequence[int]) -> None:
+        """A backward pass of all ranks has reached these forwards, whose gradients are about to be exchanged."""
+        if self._owner is not None and self._owner <= max(forwards):
+            self._owner = None
+
+    def close(self, *, frees: bool) -> None:
+        """See `SymmetricMemory.close`."""
+        self.is_off, self._capacity = True, ()
+        self._release(frees=frees)
+
+    def _release(self, *, frees: bool) -> None:
+        """Releases the memory, which nothing here refers to any more: so it is freed where that is safe."""
+        self._allocated = ()
+        self._views.clear()
+        if self._memory is not None:
+            self._memory.close(frees=frees)
+
+
+def _more(count: int) -> int:
+    return count + count // MORE
