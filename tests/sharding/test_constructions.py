@@ -38,10 +38,17 @@ def ends(*args, **keywords):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ends_after(function):
+def connecting(function, rank, size, path):
+    """It, which connects the ranks; rank 1 ends once all of them have."""
+
     def called(*args, **keywords):
-        function(*args, **keywords)
-        ends()
+        group = function(*args, **keywords)
+        (path / f"connected {rank}").touch()
+        while rank == 1:
+            if all((path / f"connected {other}").exists() for other in range(size)):
+                ends()
+            time.sleep(0.01)
+        return group
 
     return called
 
@@ -73,8 +80,8 @@ def is_killed(rank, size, when, path):
         ends()
     elif dies and when == "before connecting":
         dist.new_group = ends
-    elif dies and when == "once connected":
-        dist.new_group = ends_after(dist.new_group)
+    elif when == "once connected":
+        dist.new_group = connecting(dist.new_group, rank, size, path)
     elif dies and when == "opening files":
         fcntl.flock = ends
     elif dies and when == "filling rows":
