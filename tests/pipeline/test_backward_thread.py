@@ -50,7 +50,7 @@ def test_an_error_in_the_loop_leaves_autograd_as_before(before):
     torch._C._set_multithreading_enabled(True)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_loops_may_end_in_any_order(order):
     loops = [ExitStack() for _ in range(3)]
     for loop in loops:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.mark.parametrize("rows", [None, BOUND - 7])
-@pytest.mark.parametrize(("rank", "shape"), product(range(RANKS), SHAPES))
+@pytest.mark.parametrize(("rank", "shape"), list(product(range(RANKS), SHAPES)))
 def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
     with torch.device("cpu"):
         parts, came = asked_of(rank, "rows", shape, rows)
@@ -60,7 +60,7 @@ def cases():
 
 
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize(("counts", "bound"), cases())
+@pytest.mark.parametrize(("counts", "bound"), list(cases()))
 def test_messages_of_any_size_are_joined(counts, bound, once):
     """Where a row goes back `once`, ids that were asked for before come inverted."""
     ranks, features, rows = *counts.shape, max(1, bound // 2) if once else None
@@ -100,7 +100,7 @@ def test_whatever_has_come_nothing_lies_beyond_a_block():
 
 
 @pytest.mark.parametrize("homes", ["many", "none"])
-@pytest.mark.parametrize(("counts", "bound"), cases())
+@pytest.mark.parametrize(("counts", "bound"), list(cases()))
 def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
     (ranks, features), rows = counts.shape, max(1, bound // 2)
     with torch.device("cpu"):

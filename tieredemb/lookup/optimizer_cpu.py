@@ -207,7 +207,7 @@ def occurrences_add(acc, order, lo, hi, grad, sample, features, column, is_share
 
 
 @inline
-def stays(weight, row, state, home, none, dense, row_catch_up, decayed):
+def stays(weight, row, state, home, none, values, dense, row_catch_up, decayed):
     """`row_bring` of an optimizer that is not dense."""
     return 0
 
@@ -269,14 +269,15 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, de
 
 
 @inline
-def row_bring(weight, row, state, home, none, dense, row_catch_up, decayed):
+def row_bring(weight, row, state, home, none, values, dense, row_catch_up, decayed):
     """Brings a row of a dense recipe to the steps that its table has taken, and notes the step that it stands at then.
     `dense`: the states as uint32, whose last word is that step · what kernels are given of a
     history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
     past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
     without a gradient (`none`, float32 (D,), zeros), and returns how many of them it has replayed. `decayed(weight,
     factor)` is a weight after steps that do nothing but decay it, by `factor` in all, which is not 1: `faded`, or what
-    the recipe's formula makes of an infinity; None where a step changes a state of zeros."""
+    the recipe's formula makes of an infinity; None where a step changes a state of zeros. `values`: float32 (1, D),
+    overwritten."""
     clock, past, noted, rounding = dense
     now, base = past[0], past[1]
     place = clock.shape[1] - 1
@@ -286,8 +287,7 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up, decayed):
         return 0
     if is_float(weight):
         return row_miss(weight, row, state, home, none, past, last - base, now - base, row_catch_up, decayed)
-    values = np.empty((1, none.shape[0]), np.float32)  # rounded once, whatever the number of steps
-    row_load(weight, row, values)
+    row_load(weight, row, values)  # and rounded once, whatever the number of steps
     replayed = row_miss(values, np.int32(0), state, home, none, past, last - base, now - base, row_catch_up, decayed)
     row_put(weight, row, values, rounding, home, DRAW_CATCH_UP, now)
     return replayed
@@ -299,8 +299,8 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed)
     Returns how many steps it has replayed."""
     clock, past, _, _ = dense
     now, place = np.int64(past[0]), clock.shape[1] - 1
-    scratch = np.zeros(row_width(weight), np.float32)
-    none = borrowed(scratch)
+    scratch = np.zeros((2, row_width(weight)), np.float32)
+    values, none = borrowed((scratch[:1], scratch[1]))
     replayed = 0
     for i in range(lo, hi):
         s = slots[i]
@@ -311,7 +311,7 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed)
             row_prefetch(state, slots[i + AHEAD])
         if clock[s, place] >= now:
             continue
-        replayed += row_bring(weight, s, state, s, none, dense, row_catch_up, decayed)
+        replayed += row_bring(weight, s, state, s, none, values, dense, row_catch_up, decayed)
         dirty[s] = 1
     keep(scratch)
     return replayed
@@ -357,7 +357,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         if grad_scale != F(1.0):
             for d in range(width):
                 acc[d] *= grad_scale
-        replayed += bring(weight, homes[u], state, homes[u], none, dense, row_catch_up, decayed)
+        replayed += bring(weight, homes[u], state, homes[u], none, values, dense, row_catch_up, decayed)
         if is_direct(weight) and is_nearest(rounding):
             row_update(weight, homes[u], state, homes[u], acc, rate[feature], numbers)
         else:
