@@ -374,14 +374,14 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     assert bags.sent == [2 + 5 + its * 3 for its in held]
     assert bags.asked.shape == (sum(bags.sent),)
     assert bags.ids == [5, 5, 5]
-    assert bags.grads == ([its * 3 for its in held] if part.is_whole else [5, 5, 5])
+    assert bags.grads == ([its * 3 for its in held] if part.is_table_wise else [5, 5, 5])
     assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
     assert rows.shape == (sum(bags.grads), 8)
-    assert (scale is None) == part.is_whole
+    assert (scale is None) == part.is_table_wise
     assert scale is None or scale.shape == (15,)
     sent = bags.sent_weights(torch.zeros(count))
-    assert sent is None if not part.is_whole else sent.shape == (15,)
+    assert sent is None if not part.is_table_wise else sent.shape == (15,)
     if not finds_firsts:
         assert "firsts_find" not in launched
 

@@ -66,7 +66,10 @@ def busy_model(times, *, shares=True, patience=0.02, timeout=LONG):
 
 def trains(rank, size, who, shares):
     """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
-    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank in who else 0, shares=shares) as model:
+    with (
+        calls_of(Exchange, "_exchange_headers") as calls,
+        busy_model(1500 if rank in who else 0, shares=shares) as model,
+    ):
         batches = [batch_of(TABLES, step, rank, samples=seven) for step in range(STEPS)]
         outputs = [step_of(model, batch, weighted=False)[0] for batch in batches]
         weights, state = dict(model.state_dict()), model.fused_optimizer.state_dict()
@@ -160,7 +163,7 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
 def announces(rank, size):
     """A header of which rank 0's comes late: how often the others do what they do meanwhile."""
     done = []
-    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank == 0 else 0) as model:
+    with calls_of(Exchange, "_exchange_headers") as calls, busy_model(1500 if rank == 0 else 0) as model:
         context = model._ranks._context
         context.wait_for_stream()
         context.exchange.header(Phase.FORWARD, 1, context.no_counts, meanwhile=lambda: done.append(None))
@@ -197,7 +200,7 @@ def test_a_wait_that_is_given_up_ends_what_the_gpu_does(monkeypatch):
     its = Exchange.__new__(Exchange)  # of no process group
     its.rank, its.timeout, its.failures, its._broken, its._device = 0, timedelta(seconds=0.05), 0, "", "a GPU"
     its._held = []
-    its._check, its._tell_all = lambda: None, lambda *given: None
+    its._check, its._exchange_headers = lambda: None, lambda *given: None
     its.wait_for(Busy(0), None)
     assert not its.is_broken
     with pytest.raises(te.errors.PeerError, match="the GPU of rank 0 was still busy"):

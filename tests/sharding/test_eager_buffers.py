@@ -58,7 +58,7 @@ def buffers(monkeypatch):
     monkeypatch.setattr(Memory, "made", [])
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
-    parts = [(SimpleNamespace(is_whole=is_whole), shard) for is_whole in (False, True)]
+    parts = [(SimpleNamespace(is_table_wise=is_table_wise), shard) for is_table_wise in (False, True)]
     exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS)
     return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
 

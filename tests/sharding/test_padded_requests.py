@@ -78,7 +78,7 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
 
     grads = [[randn(sum(part.grads), 4)] for part in known.parts]
     for part, each in zip(known.parts, grads, strict=True):
-        each += [] if part.is_whole else [randn(RANKS * BOUND)]
+        each += [] if part.is_table_wise else [randn(RANKS * BOUND)]
     weighed = []
     call = SimpleNamespace(weigh=weighed.append)
     mine, theirs = known.gradient(call, grads), unknown.gradient(call, grads)
@@ -117,7 +117,7 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     assert equal(request.batch.ids[:count], plain.batch.ids[:count])
     assert equal(request.batch.offsets, plain.batch.offsets)
     assert bool((stack.row < stack.rows).all())
-    (dealt,) = [number for number, part in enumerate(parts) if not part.is_whole]
+    (dealt,) = [number for number, part in enumerate(parts) if not part.is_table_wise]
     features = len(parts[dealt].space.features)
     of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
     firsts, asked = 0, 0

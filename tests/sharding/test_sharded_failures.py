@@ -229,7 +229,7 @@ def is_interrupted(rank, size, where):
     gradients are, or have come, or have come and are put into order, or while it waits for the header of another."""
     model, errors = model_of("all kinds" if where == "order" else "rows", timeout=LONG), []
     context = model._ranks._context
-    gradient, send, received = Request.gradient, Exchange.send, Exchange._received
+    gradient, send, received = Request.gradient, Exchange.send, Exchange._receive_headers
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -256,7 +256,7 @@ def is_interrupted(rank, size, where):
                 elif where == "send":
                     Exchange.send = interrupted
                 else:
-                    Exchange._received = waits
+                    Exchange._receive_headers = waits
             elif step == 1 and where == "header":
                 time.sleep(1)
             out.backward(upstream)
@@ -265,7 +265,7 @@ def is_interrupted(rank, size, where):
             errors.append(told(run))
         except KeyboardInterrupt:
             errors.append(("KeyboardInterrupt", ""))
-        Request.gradient, Exchange.send, Exchange._received = gradient, send, received
+        Request.gradient, Exchange.send, Exchange._receive_headers = gradient, send, received
     signal.signal(signal.SIGALRM, before)
     context.exchange.close()
     return errors, time.monotonic() - started

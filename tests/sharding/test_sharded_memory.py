@@ -47,7 +47,7 @@ def runs_short(rank, size, where):
         ids, offsets, _, upstream = batch(step, rank)
         fails = (rank, step) == (1, 1)
         if fails and where == "rows":
-            exchange.room = short(Exchange.room)
+            exchange.receive_buffer = short(Exchange.receive_buffer)
 
         if fails and where == "pooled":
 
@@ -60,13 +60,13 @@ def runs_short(rank, size, where):
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
             if fails and where == "gradients":
-                exchange.room = short(Exchange.room)
+                exchange.receive_buffer = short(Exchange.receive_buffer)
             if fails and where == "together":
                 Request.gradient = none_left
             out.backward(upstream)
 
         errors.append(told(run))
-        exchange.room, Request.gradient = Exchange.room, gradient
+        exchange.receive_buffer, Request.gradient = Exchange.receive_buffer, gradient
         context.find = find
     weights = dict(model.state_dict())
     model.close()

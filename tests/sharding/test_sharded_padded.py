@@ -294,9 +294,9 @@ def fails_once(rank, size, kind):
             ids = ids.clone()
             ids[-1] = 40
         if fails and kind == "memory":
-            exchange.room = short(Exchange.room)
+            exchange.receive_buffer = short(Exchange.receive_buffer)
         errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
-        exchange.room = Exchange.room
+        exchange.receive_buffer = Exchange.receive_buffer
     weights = dict(model.state_dict())
     model.close()
     return errors, weights

@@ -243,7 +243,7 @@ def cannot_load(rank, size, kind, how):
     model, optimizer, _ = parts
     steps(parts, rank, size, range(3))
     before = optimizer.state_dict()
-    whole = model._states().exchange.told(before)
+    whole = model._states().exchange.broadcast_object(before)
     if rank == 1:
         state = spoilt(whole, how)
     else:

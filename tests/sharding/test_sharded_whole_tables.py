@@ -261,9 +261,9 @@ def fails_once(rank, size, kind):
         if fails and kind == "offset":
             offsets[1] = -1
         if fails and kind == "memory":
-            exchange.room = short(Exchange.room)  # for weights, before anything else
+            exchange.receive_buffer = short(Exchange.receive_buffer)  # for weights, before anything else
         errors.append(told(step_of, model, (ids, offsets, weights, upstream), weighted=True))
-        exchange.room = Exchange.room
+        exchange.receive_buffer = Exchange.receive_buffer
     weights = dict(model.state_dict())
     model.close()
     return errors, weights

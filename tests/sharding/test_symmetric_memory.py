@@ -13,11 +13,11 @@ import torch.distributed._symmetric_memory
 
 from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
-from tieredemb.sharding.exchange import Place
+from tieredemb.sharding.exchange import RankLocation
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 
-HERE = [Place("host", "gpu0", ""), Place("host", "gpu1", "")]
+HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
 
 
 def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
@@ -61,7 +61,7 @@ def test_rows_are_sent_where_the_environment_says_so(gpus, monkeypatch, value, r
 
 
 def test_a_rank_of_another_host_is_not_reached(gpus):
-    assert not memory_of([HERE[0], Place("other", "gpu1", "")])[0]._reaches_all()
+    assert not memory_of([HERE[0], RankLocation("other", "gpu1", "")])[0]._reaches_all()
 
 
 def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
@@ -213,11 +213,11 @@ def test_rooms_lie_apart_and_aligned(gpus):
 def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
     """Of each part that is dealt out for rows and for gradients; there is one barrier, before the first is used."""
 
-    def part(width, *, is_whole):
-        return SimpleNamespace(is_whole=is_whole, space=SimpleNamespace(width=width))
+    def part(width, *, is_table_wise):
+        return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width))
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
-    of_widths = [[part(4, is_whole=False), part(4, is_whole=True)], [part(8, is_whole=False)]]
+    of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=True)], [part(8, is_table_wise=False)]]
     shards = [
         SimpleNamespace(parts=parts, space=parts[0].space, engine=SimpleNamespace(tables=tables)) for parts in of_widths
     ]

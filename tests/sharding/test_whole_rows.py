@@ -10,7 +10,7 @@ from devices import assert_same_bits
 
 from tieredemb.sharding import whole_rows
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.whole_rows import dealt_rows, gathered_rows
+from tieredemb.sharding.whole_rows import gathered_rows, rows_from_rank_0
 
 PIECE = 64  # bytes
 KINDS = [(torch.float32, (5,)), (torch.int64, ()), (torch.uint8, (7,)), (torch.bfloat16, (3, 2)), (torch.int32, (0,))]
@@ -35,7 +35,7 @@ def both_ways(rank, size, counts):
     dealt = {}
     for target in range(size):
         given = {str(n): rows_of(target, counts[target], *kind) for n, kind in enumerate(KINDS)}
-        dealt |= dealt_rows(exchange, target, given if rank == 0 else None)
+        dealt |= rows_from_rank_0(exchange, target, given if rank == 0 else None)
     exchange.close()
     whole_rows.PIECE_BYTES = before  # other tests come to this process
     return gathered, [dealt[str(n)] for n in range(len(KINDS))], max(sizes, default=0)

@@ -21,17 +21,17 @@ def agreed(announce: Announce, action: Callable[[], R]) -> R:
     return done
 
 
-def change_together(announce: Announce, changes: Sequence[Change], then: Callable[[], None] = lambda: None) -> None:
+def change_on_all_ranks(announce: Announce, changes: Sequence[Change], then: Callable[[], None] = lambda: None) -> None:
     """Makes the `changes` of this rank, and does what belongs to them, `then`, once there is space for all of them on
     all ranks: else nothing changes. Raises on all ranks what one has met."""
-    is_told, is_ready, failed = False, False, None
+    is_announced, is_ready, failed = False, False, None
 
     def make(rest: Sequence[Change]) -> None:
-        nonlocal is_told, is_ready
+        nonlocal is_announced, is_ready
         if rest:
             rest[0](lambda: make(rest[1:]))
         else:
-            is_told = True
+            is_announced = True
             announce()
             is_ready = True
 
@@ -39,7 +39,7 @@ def change_together(announce: Announce, changes: Sequence[Change], then: Callabl
         make(changes)
         then()
     except Exception as error:
-        if is_told and not is_ready:  # of another rank
+        if is_announced and not is_ready:  # of another rank
             raise
         failed = error
     announce(failed)

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.sharding.header import Bound, Most
-from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout
+from tieredemb.sharding.header import Bound, LargestRequest
+from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Part:
     sends_padding: bool
 
     @functools.cached_property
-    def is_whole(self) -> bool:
+    def is_table_wise(self) -> bool:
         """Whether each of the tables is held whole, by one rank or by all."""
         return bool((self.owner >= 0).all())
 
@@ -78,7 +78,7 @@ def parts_of(
     """Those of the `tables` of one width: those that are dealt out, those that one rank holds, and those that all hold,
     as far as there are any. `columns`: see `KeySpace`."""
     parts = []
-    for kind in (DEALT_OUT, 0, REPLICATED):
+    for kind in (ROW_WISE, 0, REPLICATED):
         its = [t for t in tables if min(layout.owner[t], 0) == kind]
         if its:
             space = KeySpace(layout.tables, its, columns)
@@ -142,18 +142,18 @@ class CountingFinder(Protocol):
     """Finds the bags of all parts; and looks at a batch before it is looked up in a graph, which can wait for
     nothing."""
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
         """The bags of each part of a batch, and what it requests. Raises `InvalidInputError` and `IdOutOfRangeError`.
         Waits for the current stream, by `wait` before it reads what a GPU has found."""
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         """How many ids a batch requests in each part; no rows are counted. Raises and waits as the call."""
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """The bags of a batch, and words, int64 on its device, that tell `most` of it. `finds_firsts`: whether ids that
         were asked for before are inverted. Does not synchronise."""
 
-    def most(self, words: torch.Tensor) -> list[Most]:
+    def most(self, words: torch.Tensor) -> list[LargestRequest]:
         """What a batch requests in each part, by such words that have come to the CPU. Raises as the call."""
 
     def room(self) -> torch.Tensor:

@@ -40,7 +40,7 @@ from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.exchange import Sending
 from tieredemb.sharding.finder import recorded_requests
-from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
+from tieredemb.sharding.header import Bound, Bounds, Counts, Header, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
@@ -101,12 +101,12 @@ class ShardedCallContext(ShardedContext):
             is_infinite = bool(header.set_by_any & INFINITE)
             # nothing of a rank's own can fail any more, so they need not agree again
             is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
-            with self.exchange.agreed():
+            with self.exchange.leaving_on_error():
                 if not self.eager_buffers.is_off:
                     self.eager_buffers.reached([call.announced for call, _ in reached])
                 received = [call.exchanged(its) for (call, _), its in zip(reached, ready, strict=True)]
             pairs: list[tuple[Call, torch.Tensor]] = []
-            with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
+            with self.exchange.leaving_on_error() if is_settled else self.announcing_errors(Phase.BACKWARD):
                 for (call, _), its in zip(reached, received, strict=True):
                     pairs += call.gradients(its, is_infinite=is_infinite)
             if not is_settled:
@@ -157,7 +157,7 @@ class ShardedCall:
     requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
     # the most that it asks another rank for in each part; until the host has looked (`_is_later`) it is taken for what
     # it was before
-    _asks_for: Sequence[Most]
+    _asks_for: Sequence[LargestRequest]
     _is_later = False
     _bounds: Bounds  # of the exchange
     _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
@@ -240,7 +240,7 @@ class ShardedCall:
         """What it tells all ranks, as far as that is known."""
         return Counts(self.batch, [*self._asks_for])
 
-    def _note_asked(self, most: Sequence[Most]) -> None:
+    def _note_asked(self, most: Sequence[LargestRequest]) -> None:
         """Notes how much it asks for, and warns where that is more than `max_ids`."""
         self._asks_for = most
         self.context.warn_if_longer(most)
@@ -283,7 +283,7 @@ class ShardedCall:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
             if header.set_by_any & PLANNED:  # others had a plan, which they now give up
                 continue
-            with context.exchange.agreed():
+            with context.exchange.leaving_on_error():
                 bounds = self._agreed_bounds(header)
             if bounds is not None:
                 break
@@ -294,13 +294,13 @@ class ShardedCall:
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
-        context.check_room(bounds)
+        context.check_capacity(bounds)
         if not context.eager_buffers.is_off and self._learns:
-            with context.exchange.agreed():
+            with context.exchange.leaving_on_error():
                 context.eager_buffers.prepare(bounds)
         self._told(header.flags)
         self.announced, self._bounds = context.number, bounds
-        with context.exchange.agreed():
+        with context.exchange.leaving_on_error():
             return self._exchanged(header.samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
@@ -315,14 +315,14 @@ class ShardedCall:
         that. None where that is not known yet."""
         context, most, bounds = self.context, header.most, None
         if self._is_captured:
-            context.know_ids(most)
+            context.learn_ids(most)
         if self._is_captured or context.max_ids is not None:
             bounds = context.bounds(self.row_bound)
         if context.recorded is not None and self._learns:
             bounds = context.recorded.agreed(self.batch, header.samples, most)
             if not self._is_later:
                 context.recorded.note(header.samples, self._asks_for)
-        if bounds is not None and take(bounds, most):
+        if bounds is not None and bounds_take(bounds, most):
             return bounds
         return None if header.set_by_any & LATER else tuple(map(Bound.just, most))
 
@@ -421,11 +421,11 @@ class ShardedCall:
             if not header.set_by_all & FETCHED:
                 return False
             self._told(header.flags)
-        if not take(self._bounds, header.most):
+        if not bounds_take(self._bounds, header.most):
             self._ask_again()
             return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._given = None
-        with exchange.agreed():
+        with exchange.leaving_on_error():
             self._rows = self._came(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.announced, trains=trains)
@@ -471,7 +471,7 @@ class ShardedCall:
         assert recorded is not None
         self._look()
         recorded.note(self._recorded.samples, self._asks_for)
-        if not take(self._bounds, self._asks_for):
+        if not bounds_take(self._bounds, self._asks_for):
             self._look_at_once()
 
     def _look_at_once(self) -> None:
@@ -495,7 +495,7 @@ class ShardedCall:
     def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Of each part the weights of the ids that are asked of this rank, where it pools them."""
         found: list[torch.Tensor | None] = [None] * len(self._bags)
-        if weights is None or not any(part.is_whole for part in self._parts):
+        if weights is None or not any(part.is_table_wise for part in self._parts):
             return found
         exchange, failed = self.context.exchange, None
         sending: dict[int, Sending] = {}
@@ -508,7 +508,7 @@ class ShardedCall:
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
-        with exchange.agreed():
+        with exchange.leaving_on_error():
             for number, each in sending.items():
                 found[number] = exchange.send(each, IDS)
         return found
@@ -540,7 +540,7 @@ class ShardedCall:
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD)."""
         context = self.context
-        with context.telling(Phase.ROWS):
+        with context.announcing_errors(Phase.ROWS):
             out = torch.empty((self.batch, context.columns), dtype=context.output_dtype, device=context.device)
             for bags, rows in zip(self._bags, self._rows, strict=True):
                 bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)

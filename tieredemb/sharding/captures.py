@@ -19,7 +19,7 @@ import torch
 from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.header import Bounds, Most, Phase, take
+from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
@@ -74,9 +74,9 @@ class Captures(Agreement):
 
     def takes(self, given: Sequence[Given]) -> bool:
         bounds, most = self._context.bounds(None), [self._count(each) for each in given]
-        return bounds is not None and all(take(bounds, each) for each in most)
+        return bounds is not None and all(bounds_take(bounds, each) for each in most)
 
-    def _count(self, given: Given) -> list[Most]:
+    def _count(self, given: Given) -> list[LargestRequest]:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
@@ -91,7 +91,7 @@ class Captures(Agreement):
             if isinstance(call, FoundAhead) and call.told is not None:
                 most = self._finder.most(call.told)
                 self._context.note_rows(most)
-                fits &= call.form is not None and take(call.form, most)
+                fits &= call.form is not None and bounds_take(call.form, most)
         return fits
 
     def are_as_now(self, calls: Sequence[object]) -> bool:
@@ -107,7 +107,7 @@ class Captures(Agreement):
         assert mine >> WAY_BITS == 0
         flag = mine | (step & ((1 << STEP_BITS) - 1)) << WAY_BITS | context.most_rows << (WAY_BITS + STEP_BITS)
         flags = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags
-        context.know_rows(max(flags) >> (WAY_BITS + STEP_BITS))
+        context.learn_rows(max(flags) >> (WAY_BITS + STEP_BITS))
         steps = [each >> WAY_BITS & ((1 << STEP_BITS) - 1) for each in flags]
         if len(set(steps)) > 1:
             told = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
@@ -139,7 +139,7 @@ class Captures(Agreement):
             return iter(())
         for call in range(calls):
             for number, ((part, shard), bound) in enumerate(zip(parts, bounds, strict=True)):
-                if not part.is_whole:
+                if not part.is_table_wise:
                     specs.append(BufferSpec.for_rows(call, number, shard, bound))
                     specs.append(BufferSpec.for_gradients(call, number, shard, bound))
         made = self.symmetric.make(specs)
@@ -147,7 +147,10 @@ class Captures(Agreement):
             return iter(())
         its = iter(made)
         return self._in_turn(
-            [[None if part.is_whole else PartBuffers(next(its), next(its)) for part, _ in parts] for _ in range(calls)]
+            [
+                [None if part.is_table_wise else PartBuffers(next(its), next(its)) for part, _ in parts]
+                for _ in range(calls)
+            ]
         )
 
     def _in_turn(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:

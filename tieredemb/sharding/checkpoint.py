@@ -182,7 +182,7 @@ def save(
             return noted, path, token, layers
 
         noted, path, token, layers = agreed(announce, begin)
-        token = exchange.told(token)
+        token = exchange.broadcast_object(token)
         written = held.enter_context(checkpoint.written_files(path, token))
         entries, broken = agreed(announce, lambda: _write(rows, path, token, written))
         found = exchange.gather((entries, broken))
@@ -304,7 +304,9 @@ def _opened(
 
 def _check_same(exchange: Exchange, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
     """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""
-    all_found = exchange.every((found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"])))
+    all_found = exchange.all_gather_object(
+        (found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"]))
+    )
     if len({identity for identity, _, _ in all_found}) > 1:
         which = "; ".join(
             f"rank {rank} loads {identity} in {path!r}, whose extra is {extra}"

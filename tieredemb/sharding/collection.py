@@ -37,18 +37,18 @@ from tieredemb.modules.forwards import LISTENERS, notify_listeners
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
-from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.call import ShardedCallContext
+from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder
-from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout, Sharding
+from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
+from tieredemb.sharding.single_rank import SingleRank
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
-from tieredemb.sharding.together import Together
 from tieredemb.step.batch import Batch
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -190,7 +190,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     ) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
         if is_alone(exchange):
-            return Alone(held[0], exchange)
+            return SingleRank(held[0], exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
         find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)
@@ -200,7 +200,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
             make_batch=self._batch,
         )  # fmt: skip
-        return Together(context, config)
+        return DistributedRanks(context, config)
 
     def _make_shards(
         self,
@@ -299,9 +299,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return self._ranks.held
 
     @property
-    def together(self) -> Together | None:
+    def distributed_ranks(self) -> DistributedRanks | None:
         """What saves and loads the rows of several ranks; None of one."""
-        return self._ranks if isinstance(self._ranks, Together) else None
+        return self._ranks if isinstance(self._ranks, DistributedRanks) else None
 
     @property
     def agreement(self) -> Agreement | None:
@@ -372,7 +372,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def _states(self) -> RowStates:
         """What the optimizer of several ranks keeps of the rows."""
-        assert isinstance(self._ranks, Together)
+        assert isinstance(self._ranks, DistributedRanks)
         return self._ranks.states
 
     def _over_ranks(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -444,7 +444,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             held = f"whole on rank {max(owner, 0)}"
             if owner == REPLICATED and size > 1:
                 held = f"replicated on {size} ranks"
-            elif owner == DEALT_OUT and size > 1:
+            elif owner == ROW_WISE and size > 1:
                 held = f"dealt out to {size} ranks"
                 if self.layout.is_default[t]:
                     held += ", the default: it sends least where bags have one id"

@@ -18,7 +18,16 @@ from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import MAX_BAGS
 from tieredemb.sharding.bags import Bags, CountingFinder, Part
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.header import NO_COURSE, Bound, Bounds, Counts, Course, Header, Most, Phase
+from tieredemb.sharding.header import (
+    NO_FINGERPRINT,
+    Bound,
+    Bounds,
+    Counts,
+    Header,
+    LargestRequest,
+    Phase,
+    UpdateFingerprint,
+)
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
     from tieredemb.sharding.request import Request
     from tieredemb.step.engine import Engine
 
-ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
+MARGIN, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,7 +70,7 @@ class ShardedContext:
     offers_ahead: bool = True
     plans_ahead: bool = True
     _learned: tuple[int, ...] | None = None
-    _told_longer: bool = False
+    _has_warned: bool = False
 
     @property
     def updater(self) -> Engine:
@@ -90,12 +99,12 @@ class ShardedContext:
             return None
         return tuple(Bound(ids, None if row_bound is None else min(ids, row_bound)) for ids in self.id_bounds)
 
-    def warn_if_longer(self, most: Sequence[Most]) -> None:
+    def warn_if_longer(self, most: Sequence[LargestRequest]) -> None:
         """Says once that a batch of this rank, which requests so much, is of more than `max_ids`."""
         ids = max(each.ids for each in most)
-        if self.max_ids is None or ids <= self.max_ids or self._told_longer:
+        if self.max_ids is None or ids <= self.max_ids or self._has_warned:
             return
-        self._told_longer = True
+        self._has_warned = True
         warnings.warn(
             f"rank {self.exchange.rank} asks another rank for {ids} ids of tables of one width, more than "
             f"max_ids={self.max_ids}: such a step is exchanged in larger blocks, and runs eagerly, on all ranks; "
@@ -103,25 +112,25 @@ class ShardedContext:
             stacklevel=2,
         )
 
-    def know_ids(self, most: Sequence[Most]) -> None:
+    def learn_ids(self, most: Sequence[LargestRequest]) -> None:
         """All ranks know now that none requests more than `most` of another in a batch of a step that is captured, or
         is to be."""
         if self.max_ids is not None:
             return
         known = self._learned or (1,) * len(most)
         self._learned = tuple(
-            bound if each.ids <= bound or each.ids > largest else min(with_room(each.ids), largest)
+            bound if each.ids <= bound or each.ids > largest else min(with_margin(each.ids), largest)
             for bound, each, largest in zip(known, most, self.largest, strict=True)
         )
 
-    def note_rows(self, most: Sequence[Most]) -> None:
+    def note_rows(self, most: Sequence[LargestRequest]) -> None:
         """Notes how many rows a batch of this rank asks for: later graphs have room for as many to come back."""
         self.most_rows = max(self.most_rows, *(each.rows for each in most))
 
-    def know_rows(self, most: int) -> None:
+    def learn_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""
         if self.id_bounds is not None and most > (self.row_bound or 0):
-            self.row_bound = min(max(self.id_bounds), with_room(most))
+            self.row_bound = min(max(self.id_bounds), with_margin(most))
 
     @property
     def on_buffers(self) -> bool:
@@ -158,18 +167,18 @@ class ShardedContext:
         waits = phase is not Phase.STEP  # no replay waits for the one before
         if updates and waits and self.is_scaled:
             self.wait_for_stream()
-        course = self._course(updates, waits=waits)
+        fingerprint = self._fingerprint(updates, waits=waits)
         return self.exchange.header(
-            phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, course=course
+            phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, fingerprint=fingerprint
         )
 
-    def _course(self, updates: bool, *, waits: bool) -> Course:
+    def _fingerprint(self, updates: bool, *, waits: bool) -> UpdateFingerprint:
         """What updates of rows here go by, of whatever width."""
         optimizer = self.shards[0].engine.optimizer
         if optimizer is None:
-            return NO_COURSE
+            return NO_FINGERPRINT
         coming = optimizer.options_fingerprint(waits=waits) if updates else 0
-        return Course(optimizer.steps_fingerprint, coming, optimizer.course)
+        return UpdateFingerprint(optimizer.steps_fingerprint, coming, optimizer.course)
 
     def wait_for(self, done: torch.cuda.Event) -> None:
         """Waits for a GPU before the ranks tell each other anything; see `Exchange.wait_for`."""
@@ -189,7 +198,7 @@ class ShardedContext:
         its = iter(bounds)
         return [shard.requests.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
 
-    def check_room(self, bounds: Bounds) -> None:
+    def check_capacity(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
         ranks, widths = self.exchange.size, (shard.space.width for shard in self.shards for _ in shard.parts)
         for bound, most, width in zip(bounds, self.largest, widths, strict=True):
@@ -209,7 +218,7 @@ class ShardedContext:
         ranks = self.exchange.size
         return [most // ranks for most, shard in zip(of_shards, self.shards, strict=True) for _ in shard.parts]
 
-    def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[Most]]:
+    def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[LargestRequest]]:
         """What `find` finds. Waits for the current stream."""
         return self.find(batch, self.wait_for_stream)
 
@@ -219,7 +228,7 @@ class ShardedContext:
         return any(not group.cache.cold.device_readable for each in self.shards for group in each.engine.tables.groups)
 
     @contextlib.contextmanager
-    def telling(self, phase: Phase) -> Iterator[None]:
+    def announcing_errors(self, phase: Phase) -> Iterator[None]:
         """What this rank alone fails in, inside, the others learn of by the next header, which is of that `phase`."""
         try:
             yield
@@ -237,9 +246,9 @@ class ShardedContext:
     @functools.cached_property
     def no_counts(self) -> Counts:
         """Of a header that announces no batch."""
-        return Counts(0, [Most(0, 0)] * len(self.parts))
+        return Counts(0, [LargestRequest(0, 0)] * len(self.parts))
 
 
-def with_room(most: int) -> int:
+def with_margin(most: int) -> int:
     """A bound of counts that were this many at most."""
-    return int(ROOM * most + SPREAD * math.sqrt(most)) + 1
+    return int(MARGIN * most + SPREAD * math.sqrt(most)) + 1

@@ -71,7 +71,7 @@ class EagerBuffers:
         return bool(self._capacity) and all(
             bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
             for bound, capacity, (part, _) in each
-            if not part.is_whole
+            if not part.is_table_wise
         )
 
     def _allocate(self, bounds: Bounds) -> None:
@@ -81,7 +81,7 @@ class EagerBuffers:
         )
         specs = []
         for number, ((part, shard), bound) in enumerate(zip(self._context.parts, capacity, strict=True)):
-            if not part.is_whole:
+            if not part.is_table_wise:
                 specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
                 specs.append(BufferSpec.for_gradients(0, number, shard, bound))
         memory = SymmetricMemory(self._context, SHARE)
@@ -111,7 +111,7 @@ class EagerBuffers:
     def _view(self, bounds: Bounds) -> Sequence[PartBuffers | None]:
         each, rank, views = iter(self._allocated), self._context.exchange.rank, list[PartBuffers | None]()
         for (part, _), bound in zip(self._context.parts, bounds, strict=True):
-            if part.is_whole:
+            if part.is_table_wise:
                 views.append(None)
                 continue
             rows, grads = [next(each) for _ in range(ALTERNATING)][self._next], next(each)

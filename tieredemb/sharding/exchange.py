@@ -35,13 +35,13 @@ from tieredemb.config import Array
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
-from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
+from tieredemb.sharding.header import NO_FINGERPRINT, WORDS, Announcement, Counts, Header, Phase, UpdateFingerprint
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank is: its host, and the UUID of its GPU. `shares`: the same of two processes of a host that can hand
     each other memory."""
 
@@ -51,13 +51,13 @@ class Place(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """Rows for other ranks, `given`, of which each is sent `sent`, and sends `received` itself, which come to `came`,
-    and from there to `out`."""
+    """Rows for other ranks, `given`, of which each is sent `sent_sizes`, and sends `received_sizes` itself, which come
+    to `received`, and from there to `out`."""
 
     given: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    came: torch.Tensor
+    sent_sizes: list[int]
+    received_sizes: list[int]
+    received: torch.Tensor
     out: torch.Tensor
 
 
@@ -78,17 +78,17 @@ class Exchange:
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
-        problem = _problem_of(timeout)
+        problem = _timeout_problem(timeout)
         self.timeout = dist.default_pg_timeout if timeout is None or problem else timeout
         self._construction: Construction | None = Construction(group, ranks, self.rank, self.timeout)
         self._held: list[Any] = [self._construction.connect(problem)]
         if not self.has_nccl:  # NCCL's is given up together, by close()
-            weakref.finalize(self, _give_up, self._held)
+            weakref.finalize(self, _destroy_group, self._held)
         self._broken = ""
         self.failures = 0  # that all ranks know of
-        self._has_told = False
+        self._has_announced = False
         self._mailbox: Mailbox | None = None  # of ranks of one host
-        self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
+        self.locations: Sequence[RankLocation] = ()  # of the ranks, where GPUs exchange what lies on them
         self._device: torch.device | None = None  # the GPU here, likewise
         self.sent = self._tally = Counter[str]()
         self._wait_seconds = 0.0
@@ -113,21 +113,21 @@ class Exchange:
         flag: int = 0,
         error: BaseException | None = None,
         meanwhile: Callable[[], object] | None = None,
-        course: Course = NO_COURSE,
+        fingerprint: UpdateFingerprint = NO_FINGERPRINT,
     ) -> Header:
         """Tells all ranks what this one is about to do, and for which step, `number`; and `counts` of its batch. Raises
-        on every rank alike where one has met an `error`, or does something else, or is on another `course`.
+        on every rank alike where one has met an `error`, or does something else, or is on another `fingerprint`.
         `meanwhile`: what this rank does before it waits for the others, who take it for done: a rank that fails in it
         leaves the group. Does not wait for a GPU."""
         self._check(error)
-        words = [phase, number, error is not None, course.before, course.next, flag]
-        with self.agreed():
-            theirs = self._tell_all(phase, words, counts, meanwhile)
+        words = [phase, number, error is not None, fingerprint.before, fingerprint.next, flag]
+        with self.leaving_on_error():
+            theirs = self._exchange_headers(phase, words, counts, meanwhile)
             while Phase.BUSY in [its[0] for its in theirs]:
-                theirs = self._tell_all(phase, words, counts)
-        told = [its[: WORDS - 1] for its in theirs]
-        if error is not None or told.count(told[0]) < len(told):
-            self._check_told([Said(*each) for each in told], error, course)
+                theirs = self._exchange_headers(phase, words, counts)
+        announced = [its[: WORDS - 1] for its in theirs]
+        if error is not None or announced.count(announced[0]) < len(announced):
+            self._check_announced([Announcement(*each) for each in announced], error, fingerprint)
         return Header([its[WORDS:] for its in theirs], [its[WORDS - 1] for its in theirs])
 
     def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
@@ -146,51 +146,54 @@ class Exchange:
                     f"your own, or of DistributedDataParallel, in which another rank takes no part. Start all of them "
                     f"again from the last checkpoint"
                 )
-                _give_up(self._held)
+                _destroy_group(self._held)
                 raise error
-            with self.agreed():
-                self._tell_all(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+            with self.leaving_on_error():
+                self._exchange_headers(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
-    def _tell_all(
+    def _exchange_headers(
         self, phase: Phase, words: Sequence[int], counts: Counts, meanwhile: Callable[[], object] | None = None
     ) -> list[list[int]]:
-        """Tells all ranks; returns what they tell: of each the words of `Said`, its flag, and those of its counts.
-        Waits for them."""
+        """Tells all ranks; returns what they tell: of each the words of `Announcement`, its flag, and those of its
+        counts. Waits for them."""
         with _Answered(self, phase):
-            mine = self._say(words, counts, phase)
+            mine = self._send_header(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
         begin = monotonic()
         with _Answered(self, phase):
-            theirs: list[list[int]] = self._received(mine).tolist()
+            theirs: list[list[int]] = self._receive_headers(mine).tolist()
         self._wait_seconds += monotonic() - begin
         return theirs
 
-    def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
+    def _check_announced(
+        self, announced: Sequence[Announcement], error: BaseException | None, fingerprint: UpdateFingerprint
+    ) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""
-        if any(each.failed for each in told):
+        if any(each.failed for each in announced):
             self._raise(error)
-        if len({(each.phase, each.number) for each in told}) > 1:
-            said = ", ".join(
-                f"rank {rank} {Phase(each.phase).told} (its call {each.number})" for rank, each in enumerate(told)
+        if len({(each.phase, each.number) for each in announced}) > 1:
+            described = ", ".join(
+                f"rank {rank} {Phase(each.phase).description} (its call {each.number})"
+                for rank, each in enumerate(announced)
             )
             planning = ""
-            if any(each.phase == Phase.PLAN for each in told):
+            if any(each.phase == Phase.PLAN for each in announced):
                 planning = (
                     ". A loader that ends before those of others does this, and so does a prefetch() whose first batch "
                     "has no samples, as it learns from that where the ids are; name them with ids_of"
                 )
             raise self._broken_by(
-                f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
-                f"many batches in the same order, to plan them ahead alike, and between the same ones to read and "
+                f"the ranks do different things: {described}; each rank has to look up, and to run backward through, "
+                f"as many batches in the same order, to plan them ahead alike, and between the same ones to read and "
                 f"write whole tables, or a norm of their gradients{planning}"
             )
-        if len({each.before for each in told}) > 1 or len({each.next for each in told if each.next}) > 1:
+        if len({each.before for each in announced}) > 1 or len({each.next for each in announced if each.next}) > 1:
             mine: dict[str, object] = {}
             with contextlib.suppress(Exception):  # of a GPU, say, for which others are not to wait
-                mine = course.told()
-            found = self.every(mine)
-            other = _other(found) if all(found) else "what updates the rows differs between the ranks"
+                mine = fingerprint.describe()
+            found = self.all_gather_object(mine)
+            other = _difference(found) if all(found) else "what updates the rows differs between the ranks"
             if not other:  # but for what is rounded
                 return
             raise self._broken_by(
@@ -199,12 +202,12 @@ class Exchange:
                 f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
-    def _say(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
+    def _send_header(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
         """Tells the ranks of this host, and returns, int64 (words,), what this rank tells; others are told where theirs
         is received."""
         mine = np.array([*words, *counts.words], np.int64)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_announced:
+            self._has_announced = True
             begin = monotonic()
             self._mailbox = self._open_mailbox(len(mine), phase)
             self._wait_seconds += monotonic() - begin
@@ -212,7 +215,7 @@ class Exchange:
             self._mailbox.send(mine)
         return mine
 
-    def _received(self, mine: Array) -> Array:
+    def _receive_headers(self, mine: Array) -> Array:
         """What all ranks tell, int64 (W, words)."""
         if self._mailbox is not None:
             return self._mailbox.receive()
@@ -223,7 +226,7 @@ class Exchange:
     def _open_mailbox(self, words: int, phase: Phase) -> Mailbox | None:
         """Of all ranks alike: None where they are on several hosts, or share no memory."""
         place = f"{socket.gethostname()} {_shared_by_processes()}" if shares_memory() else uuid.uuid4().hex
-        box = open_box(self.size, words, self.rank, place, lambda value: self.every(value, phase))
+        box = open_box(self.size, words, self.rank, place, lambda value: self.all_gather_object(value, phase))
         if box is None:
             return None
         mailbox = Mailbox(box, self.rank, Connections(self.group, range(self.size)), self.timeout)
@@ -235,11 +238,11 @@ class Exchange:
         communicator's too; nothing is exchanged any more."""
         if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
             traceback.clear_frames(error.__traceback__)  # which have the group, too
-            _give_up(self._held)
+            _destroy_group(self._held)
         ended = [] if self._construction is None else self._construction.ended()
         other = named(ended) if ended else "another rank"
         return self._broken_by(
-            f"rank {self.rank} {phase.told}, and {other} did not: it has ended, was interrupted where "
+            f"rank {self.rank} {phase.description}, and {other} did not: it has ended, was interrupted where "
             f"ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s (timeout=). "
             f"Each rank has to take part; start all of them again from the last checkpoint"
         )
@@ -259,7 +262,7 @@ class Exchange:
             if isinstance(error, PeerError):
                 raise error
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
-        if not self._is_there():
+        if not self._has_group():
             self._broken = (
                 "torch.distributed.destroy_process_group() came before this call, and nothing can be exchanged since; "
                 "call it after the last use of the module, and close() the module before it"
@@ -267,7 +270,7 @@ class Exchange:
             self.failures += 1
             raise PeerError(self._broken)
 
-    def _is_there(self) -> bool:
+    def _has_group(self) -> bool:
         """Whether the group was not destroyed with all others."""
         return bool(self._held) and _is_known(self.group)
 
@@ -275,7 +278,7 @@ class Exchange:
         """Gives up the group."""
         if not self._broken:
             self._broken = "the module was closed"
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def agree_to_construct(self, error: Exception | None, what: dict[str, str]) -> None:
         """Waits until all ranks have checked what they were given, or have met an `error`; then see `agree`. Raises
@@ -297,7 +300,7 @@ class Exchange:
 
     def of_all(self, value: Any) -> list[Any]:
         """The `value` of every rank amid a construction, on every rank."""
-        return self.every(value, Phase.CONSTRUCT)
+        return self.all_gather_object(value, Phase.CONSTRUCT)
 
     def leave(self, error: BaseException) -> None:
         """Leaves the group, as the construction has met an `error`; ranks that wait for this one raise `PeerError`."""
@@ -308,15 +311,15 @@ class Exchange:
         # the end of a communicator that NCCL has connected already would wait for a rank that has ended
         is_connected = self.has_nccl and bool(self._held) and self.group.bound_device_id is not None
         if not (is_connected and isinstance(error, PeerError)):
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def _raise(self, error: BaseException | None, phase: Phase = Phase.WHOLE) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
         self.failures += 1
         if self.size == 1 and error is not None:
             raise error
-        told = None if error is None else (type(error).__name__, str(error))
-        found = self.every(told, phase)
+        mine = None if error is None else (type(error).__name__, str(error))
+        found = self.all_gather_object(mine, phase)
         met = [(rank, *each) for rank, each in enumerate(found) if each is not None]
         # what a rank has met itself says more than what it knows of others
         rank, kind, text = next((each for each in met if each[1] != PeerError.__name__), met[0])
@@ -326,38 +329,38 @@ class Exchange:
         raise PeerError(f"rank {rank}: {kind}: {text}") from error
 
     @staticmethod
-    def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
-        """For rows as `values` (·, …), `received` of them from each rank."""
-        return torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+    def receive_buffer(values: torch.Tensor, received_sizes: Sequence[int]) -> torch.Tensor:
+        """For rows as `values` (·, …), `received_sizes` of them from each rank."""
+        return torch.empty((sum(received_sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
 
-    def sending(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Sending:
+    def sending(self, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Sending:
         """What is to be sent of `values` (N, …): the first `sent[0]` rows to rank 0, the next to rank 1, …; and room
-        for as many as each sends, `received`. Who makes it before all agree to send does not find memory short while
-        others wait. From a GPU without NCCL it waits for what it sends. Where `sent` is empty, as it is on all ranks
-        then, the values stay here."""
-        if not sent:
+        for as many as each sends, `received_sizes`. Who makes it before all agree to send does not find memory short
+        while others wait. From a GPU without NCCL it waits for what it sends. Where `sent_sizes` is empty, as it is on
+        all ranks then, the values stay here."""
+        if not sent_sizes:
             return Sending(values, [], [], values, values)
-        return self.sending_to(self.room(values, received), values, sent, received)
+        return self.sending_to(self.receive_buffer(values, received_sizes), values, sent_sizes, received_sizes)
 
     def sending_to(
-        self, out: torch.Tensor, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+        self, out: torch.Tensor, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
     ) -> Sending:
         """The same, where there is room: `out`."""
         given = self._sendable(values)
-        came = out if given.device == out.device else _pinned(out.shape, out.dtype)
-        return Sending(given, list(sent), list(received), came, out)
+        received = out if given.device == out.device else _pinned(out.shape, out.dtype)
+        return Sending(given, list(sent_sizes), list(received_sizes), received, out)
 
     def send(self, sending: Sending, kind: str = "") -> torch.Tensor:
         """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
         NCCL the current stream waits for them, and not the host. `kind`: what it counts as, if it does."""
-        given, sent, received, came, out = sending
-        if not sent:
+        given, sent_sizes, received_sizes, received, out = sending
+        if not sent_sizes:
             return out
         with _Answered(self, Phase.ROWS):
-            dist.all_to_all_single(came, given, received, sent, group=self.group)
+            dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
         if kind:
-            self.count(kind, given, sum(sent) - sent[self.rank])
-        return out if came is out else out.copy_(came, non_blocking=True)
+            self.count(kind, given, sum(sent_sizes) - sent_sizes[self.rank])
+        return out if received is out else out.copy_(received, non_blocking=True)
 
     def count(self, kind: str, values: torch.Tensor, sent: int) -> None:
         """Counts that other ranks were `sent` so many of such `values`, (·, …)."""
@@ -373,40 +376,46 @@ class Exchange:
             self._tally = self.sent
 
     def joined(
-        self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
+        self,
+        values: Sequence[torch.Tensor],
+        sent_sizes: Sequence[Sequence[int]],
+        received_sizes: Sequence[Sequence[int]],
     ) -> list[torch.Tensor]:
-        """Sends several `values` (·, …) of ids in one exchange; `sent`, `received`: of each. What came of each."""
-        given, to_each = self.packed(values, sent)
-        came = self.send(self.sending(given, to_each, [*map(sum, zip(*received, strict=True))]), IDS)
-        return self.unpacked(came, received)
+        """Sends several `values` (·, …) of ids in one exchange; `sent_sizes`, `received_sizes`: of each. What came of
+        each."""
+        given, to_each = self.packed(values, sent_sizes)
+        received = self.send(self.sending(given, to_each, [*map(sum, zip(*received_sizes, strict=True))]), IDS)
+        return self.unpacked(received, received_sizes)
 
-    def packed(self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
+    def packed(
+        self, values: Sequence[torch.Tensor], sent_sizes: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, list[int]]:
         """Several `values` as they are sent in one exchange, and how many each rank is sent then."""
         if len(values) == 1:
-            return values[0], list(sent[0])
-        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]
+            return values[0], list(sent_sizes[0])
+        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent_sizes, strict=True)]
         given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
-        return given, [*map(sum, zip(*sent, strict=True))]
+        return given, [*map(sum, zip(*sent_sizes, strict=True))]
 
-    def unpacked(self, came: torch.Tensor, received: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def unpacked(self, received: torch.Tensor, received_sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """What came of each of them."""
-        if len(received) == 1:
-            return [came]
-        parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])
-        return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
+        if len(received_sizes) == 1:
+            return [received]
+        parts = torch.split(received, [its[rank] for rank in range(self.size) for its in received_sizes])
+        return [torch.cat(parts[k :: len(received_sizes)]) for k in range(len(received_sizes))]
 
     @property
     def is_broken(self) -> bool:
         """Whether nothing is exchanged any more."""
         return bool(self._broken)
 
-    def agreed(self) -> contextlib.AbstractContextManager[None]:
+    def leaving_on_error(self) -> contextlib.AbstractContextManager[None]:
         """What follows an agreement to exchange something, up to that, and the messages of a header. A rank that fails
         in between, or is interrupted, leaves the group: so the others, which do exchange, learn that it will not, and
         need not wait for their timeout."""
-        return _Agreed(self)
+        return _LeavingOnError(self)
 
-    def leave_amid(self, error: BaseException) -> None:
+    def leave_during_exchange(self, error: BaseException) -> None:
         """Leaves the group, as this rank has met an `error` where the others exchange something."""
         try:
             self._broken_by(
@@ -414,7 +423,7 @@ class Exchange:
                 f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
             )
         finally:
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:
         """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""
@@ -422,7 +431,7 @@ class Exchange:
             return values.contiguous()
         return _pinned(values.shape, values.dtype).copy_(values)
 
-    def all(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """The `values` (…) of every rank, (W, …), on every rank."""
         given = self._sendable(values)
         found = [torch.empty_like(given) for _ in range(self.size)]
@@ -430,14 +439,14 @@ class Exchange:
             dist.all_gather(found, given, group=self.group)
         return torch.stack(found).to(values.device)
 
-    def every(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
+    def all_gather_object(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
         """The `value` of every rank, on every rank."""
         found: list[Any] = [None] * self.size
         with _Answered(self, phase):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def told(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The `value` of rank 0, on every rank."""
         found = [value]
         with _Answered(self, Phase.WHOLE):
@@ -446,10 +455,10 @@ class Exchange:
 
     def agree(self, error: Exception | None, what: dict[str, str], phase: Phase = Phase.WHOLE) -> None:
         """Raises on all ranks what one has met, or `ConfigError` where they were given different things, `what`."""
-        found = self.every((error is not None, what), phase)
+        found = self.all_gather_object((error is not None, what), phase)
         if any(failed for failed, _ in found):
             self._raise(error, phase)
-        other = _other([each for _, each in found])
+        other = _difference([each for _, each in found])
         if other:
             raise ConfigError(f"{other}; give the same on all of them")
 
@@ -460,11 +469,11 @@ class Exchange:
             return
         self._device = device
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        place = Place(socket.gethostname(), gpu, _shared_by_processes())
-        self.places = self.every(place, Phase.CONSTRUCT)
+        location = RankLocation(socket.gethostname(), gpu, _shared_by_processes())
+        self.locations = self.all_gather_object(location, Phase.CONSTRUCT)
         ranks: dict[tuple[str, str], int] = {}
-        for rank, where in enumerate(self.places):
-            other = ranks.setdefault((where.host, where.gpu), rank)
+        for rank, location_of_rank in enumerate(self.locations):
+            other = ranks.setdefault((location_of_rank.host, location_of_rank.gpu), rank)
             if other != rank:
                 raise ConfigError(
                     f"ranks {other} and {rank} are on the same GPU, which NCCL does not take; call "
@@ -496,7 +505,7 @@ class _Answered(contextlib.AbstractContextManager[None]):
             raise self._exchange.unanswered(self._phase, error) from error
 
 
-class _Agreed(contextlib.AbstractContextManager[None]):
+class _LeavingOnError(contextlib.AbstractContextManager[None]):
     """See `Exchange.agreed`."""
 
     __slots__ = ("_exchange",)
@@ -506,19 +515,19 @@ class _Agreed(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, PeerError):
-            self._exchange.leave_amid(error)
+            self._exchange.leave_during_exchange(error)
 
 
-def _other(found: Sequence[Mapping[str, object]]) -> str:
+def _difference(values_of_ranks: Sequence[Mapping[str, object]]) -> str:
     """What one rank says otherwise than rank 0, of what each says by name."""
-    for rank, theirs in enumerate(found):
-        for name, value in found[0].items():
-            if not are_alike(theirs.get(name), value):
-                return f"{name} differs between the ranks: {value} on rank 0, {theirs.get(name)} on rank {rank}"
+    for rank, values in enumerate(values_of_ranks):
+        for name, value in values_of_ranks[0].items():
+            if not are_alike(values.get(name), value):
+                return f"{name} differs between the ranks: {value} on rank 0, {values.get(name)} on rank {rank}"
     return ""
 
 
-def _problem_of(timeout: Any) -> str:
+def _timeout_problem(timeout: Any) -> str:
     """What is wrong with it, or nothing."""
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return ""
@@ -548,7 +557,7 @@ def _is_known(group: Any) -> bool:
         return False
 
 
-def _give_up(held: list[Any]) -> None:
+def _destroy_group(held: list[Any]) -> None:
     """Ends a group that one of our own holds, first, with what is under way in it, and its threads with the last
     reference. One of gloo's may be about to drop tensors of the last exchange: if the interpreter ends meanwhile, it
     aborts the process."""

@@ -41,7 +41,7 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
-from tieredemb.sharding.header import Bound, Most, most_in
+from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, copied, each_asked, message, whole_sizes
 from tieredemb.step.batch import Batch
@@ -71,7 +71,7 @@ class GpuPart:
         self.space = DeviceKeySpace(space, [-1] * len(space), device)
         row = RowFormat(width=space.width, dtype=config.dtype)
         self.lookup = DeviceLookup(self.space, row, None, config.output_dtype)
-        self.width, self.ranks, self.is_whole, self.owner = space.width, part.ranks, part.is_whole, part.owner
+        self.width, self.ranks, self.is_table_wise, self.owner = space.width, part.ranks, part.is_table_wise, part.owner
         tables = space.tables[space.table]
 
         def upload(array: np.ndarray) -> torch.Tensor:
@@ -90,17 +90,17 @@ class GpuPart:
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
-        if not self.is_whole:
+        if not self.is_table_wise:
             device_padding.prepare(device)
 
     def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
-        """The bags, whose `counts`, int64 (W, 2 F), are added to (`most_in`). `finds_firsts`: whether ids that were
-        asked for before are inverted. Does not synchronise."""
+        """The bags, whose `counts`, int64 (W, 2 F), are added to (`largest_requests`). `finds_firsts`: whether ids that
+        were asked for before are inverted. Does not synchronise."""
         bags = self._found(batch, words)
-        order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_whole)
-        if not self.is_whole:
+        order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
+        if not self.is_table_wise:
             return GpuBags(self, bags, order, asked, counts)
-        return GpuWholeBags(self, bags, order, asked, counts, self._lengths(bags))
+        return GpuTableWiseBags(self, bags, order, asked, counts, self._lengths(bags))
 
     def count(self, batch: Batch, words: FoundWords, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, of ids alone. Does not synchronise."""
@@ -345,7 +345,7 @@ class GpuBags:
         return bags
 
 
-class GpuWholeBags(GpuBags):
+class GpuTableWiseBags(GpuBags):
     """See `Bags`: of tables that are held whole. Padding stays here, unless its row is to be scaled: a bag is as
     long as it has ids to look up."""
 
@@ -422,7 +422,7 @@ class GpuFinder:
         self._rows = [table.num_embeddings for _, table in of]
         self._ranks = layout.size
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[Most]]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[LargestRequest]]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a lookup of several ranks waits for the GPU, to learn how many ids one is asked for at most, which a "
@@ -444,14 +444,14 @@ class GpuFinder:
         for bags in found:
             bags.keep_if(good)
 
-    def most(self, words: torch.Tensor) -> list[Most]:
-        return most_in(self._counts_in(words))
+    def most(self, words: torch.Tensor) -> list[LargestRequest]:
+        return largest_requests(self._counts_in(words))
 
     def room(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         _, words = self._launch(batch, GpuPart.count)
         wait()
         return self.most(words[words_of("Fault") :].cpu())

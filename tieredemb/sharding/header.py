@@ -1,9 +1,8 @@
 """What ranks tell each other before they exchange anything, the words of a header; and the sizes of an exchange that
 follow from them.
 
-A `Course` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have met an
-error between.
-"""
+An `UpdateFingerprint` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have
+met an error between."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from tieredemb.config import Array
 
-WORDS = 6  # before the `Counts`: those of `Said`, and the flag
+WORDS = 6  # before the `Counts`: those of `Announcement`, and the flag
 
 
 class Phase(enum.IntEnum):
@@ -42,11 +41,11 @@ class Phase(enum.IntEnum):
     BUFFERS = 17
 
     @property
-    def told(self) -> str:
-        return _TOLD[self]
+    def description(self) -> str:
+        return _DESCRIPTIONS[self]
 
 
-_TOLD = {
+_DESCRIPTIONS = {
     Phase.PLAN: "plans a batch ahead",
     Phase.FORWARD: "looks up a batch",
     Phase.ROWS: "sends rows of a batch",
@@ -68,21 +67,21 @@ _TOLD = {
 }
 
 
-class Course(NamedTuple):
+class UpdateFingerprint(NamedTuple):
     """Fingerprints of what updates of rows go by, to be equal on all ranks: `before`, of those so far; `next`, of the
-    one that a header announces, or 0. `told`: what they are of, by name."""
+    one that a header announces, or 0. `describe`: what they are of, by name."""
 
     before: int
     next: int
-    told: Callable[[], dict[str, object]]
+    describe: Callable[[], dict[str, object]]
 
 
-NO_COURSE = Course(0, 0, dict)
+NO_FINGERPRINT = UpdateFingerprint(0, 0, dict)
 
 
-class Said(NamedTuple):
+class Announcement(NamedTuple):
     """The words of one rank that have to be those of all: what it is about to do, as which of its calls, whether it has
-    met an error, and on which `Course` it is."""
+    met an error, and on which `UpdateFingerprint` it is."""
 
     phase: int
     number: int
@@ -91,7 +90,7 @@ class Said(NamedTuple):
     next: int
 
 
-class Most(NamedTuple):
+class LargestRequest(NamedTuple):
     """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
     `rows`."""
 
@@ -107,7 +106,7 @@ class Bound(NamedTuple):
     rows: int | None
 
     @classmethod
-    def just(cls, most: Most) -> Bound:
+    def just(cls, most: LargestRequest) -> Bound:
         """That which takes no more than a batch requests."""
         return cls(max(1, most.ids), max(1, most.rows))
 
@@ -116,7 +115,7 @@ class Bound(NamedTuple):
         """How many rows come back from each rank."""
         return self.ids if self.rows is None else self.rows
 
-    def takes(self, most: Most) -> bool:
+    def takes(self, most: LargestRequest) -> bool:
         """Whether the exchange takes what a batch requests."""
         return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
 
@@ -124,22 +123,22 @@ class Bound(NamedTuple):
 Bounds = tuple[Bound, ...]  # of each part
 
 
-def take(bounds: Bounds, most: Sequence[Most]) -> bool:
+def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
     """Whether an exchange takes what a batch requests in each part."""
     return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
 
 
-def most_in(counts: Sequence[Array]) -> list[Most]:
+def largest_requests(counts: Sequence[Array]) -> list[LargestRequest]:
     """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
     these are the first of their row; of whole tables zeros."""
-    return [Most(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
+    return [LargestRequest(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
 
 
 class Counts(NamedTuple):
     """What a rank says of its batch: how many `samples` it has, and what it requests in each part at `most`."""
 
     samples: int
-    most: list[Most]
+    most: list[LargestRequest]
 
     @property
     def words(self) -> list[int]:
@@ -149,7 +148,7 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, words: Sequence[int]) -> Counts:
         """Those that such words say."""
-        return cls(words[0], [*map(Most, words[1::2], words[2::2])])
+        return cls(words[0], [*map(LargestRequest, words[1::2], words[2::2])])
 
 
 class Header(NamedTuple):
@@ -165,7 +164,7 @@ class Header(NamedTuple):
         return [its[0] for its in self.words]
 
     @property
-    def most(self) -> list[Most]:
+    def most(self) -> list[LargestRequest]:
         """What any rank requests at most, in each part."""
         return Counts.of([*map(max, zip(*self.words, strict=True))]).most
 

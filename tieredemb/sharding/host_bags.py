@@ -14,11 +14,11 @@ from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.sharding.bags import Bags, Part, Wait
-from tieredemb.sharding.header import Bound, Most, most_in
+from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message
-from tieredemb.sharding.whole_bags import HostWholeBags
+from tieredemb.sharding.table_wise_bags import HostTableWiseBags
 from tieredemb.step.batch import Batch
 
 
@@ -35,30 +35,30 @@ class HostFinder:
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
         edges = edges_of(batch)
         found = [
-            HostWholeBags(part, batch, edges) if part.is_whole else HostBags(part, self._layout, batch, edges)
+            HostTableWiseBags(part, batch, edges) if part.is_table_wise else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
-        return found, most_in([bags.counts for bags in found])
+        return found, largest_requests([bags.counts for bags in found])
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         return self(batch)[1]
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """What is wrong is known at once."""
         return self(batch)[0], self.room()
 
-    def most(self, words: torch.Tensor) -> list[Most]:
-        return [Most(0, 0)] * len(self._parts)
+    def most(self, words: torch.Tensor) -> list[LargestRequest]:
+        return [LargestRequest(0, 0)] * len(self._parts)
 
     def room(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class HostBags:
-    """See `Bags`: of tables that are dealt out. `counts`: see `most_in`."""
+    """See `Bags`: of tables that are dealt out. `counts`: see `largest_requests`."""
 
     asked: torch.Tensor
     sent: list[int]

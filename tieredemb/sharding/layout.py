@@ -57,12 +57,12 @@ class Replicated:
 
 
 Sharding = RowWise | TableWise | Replicated
-DEALT_OUT, REPLICATED = -1, -2  # in the place of an owner, of tables that no rank holds alone
+ROW_WISE, REPLICATED = -1, -2  # in the place of an owner, of tables that no rank holds alone
 
 
 class Layout:
     """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that alone
-    holds it whole, or `DEALT_OUT` or `REPLICATED` · `is_default`: of each table, whether nobody has said how."""
+    holds it whole, or `ROW_WISE` or `REPLICATED` · `is_default`: of each table, whether nobody has said how."""
 
     def __init__(
         self, tables: Sequence[TableConfig], size: int, sharding: Mapping[str, Sharding] | Sharding | None = None
@@ -74,12 +74,12 @@ class Layout:
         self.is_default = [each is None for each in given]
         self.sharding = [_checked(*each) for each in zip(self.tables, given, strict=True)]
         _check_names(self.tables, sharding)
-        self.owner = np.full(len(self.tables), DEALT_OUT, np.int64)
+        self.owner = np.full(len(self.tables), ROW_WISE, np.int64)
         lookups = np.zeros(size, np.int64)
         for t in sorted(range(len(self.tables)), key=lambda t: -len(self.tables[t].features)):
             kind, table = self.sharding[t], self.tables[t]
             if not isinstance(kind, TableWise):
-                self.owner[t] = REPLICATED if isinstance(kind, Replicated) else DEALT_OUT
+                self.owner[t] = REPLICATED if isinstance(kind, Replicated) else ROW_WISE
                 continue
             if kind.rank is not None and kind.rank >= size:
                 raise ConfigError(
@@ -92,7 +92,7 @@ class Layout:
     def part(self, table: int, rank: int) -> TablePart:
         """What of a table a rank holds."""
         rows = self.tables[table].num_embeddings
-        if self.owner[table] == DEALT_OUT:
+        if self.owner[table] == ROW_WISE:
             return TablePart(table, (rank - table) % self.size, self.size, rows)
         return TablePart(table, 0 if self.owner[table] in (rank, REPLICATED) else rows, 1, rows)
 
@@ -104,11 +104,11 @@ class Layout:
     def owners(self, tables: Array, ids: Array) -> Array:
         """The ranks that own rows, or `REPLICATED`, int64 (N,): `ids` of `tables`, both int64 (N,)."""
         owner = self.owner[tables]
-        return np.where(owner == DEALT_OUT, (ids + tables) % self.size, owner)
+        return np.where(owner == ROW_WISE, (ids + tables) % self.size, owner)
 
     def local(self, tables: Array, ids: Array) -> Array:
         """The numbers of such rows among those that a rank holds of a table, int64 (N,)."""
-        return np.where(self.owner[tables] == DEALT_OUT, ids // self.size, ids)
+        return np.where(self.owner[tables] == ROW_WISE, ids // self.size, ids)
 
 
 def _checked(table: TableConfig, given: Sharding | None) -> Sharding:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"  # where files are memory, if there is such a directory
 yield_core = getattr(os, "sched_yield", lambda: None)  # not every system has it
-LOOKS = 1000  # for a message that is to come, before others may have the core for longer than a moment
+POLLS = 1000  # for a message that is to come, before others may have the core for longer than a moment
 LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
 SHARE = 0.1  # of the time waited so far, that a sleep takes
 PATIENCE = 0.1  # seconds: how often a rank looks whether another has ended
@@ -61,31 +61,31 @@ class Mailbox:
         found = np.empty((len(messages), messages.shape[1] - BEGIN), np.int64)
         found[self._rank] = messages[self._rank, BEGIN:]
         for number in self._others:
-            self._take(number, messages[number], found[number])
+            self._wait_for_message(number, messages[number], found[number])
         return found
 
-    def _take(self, rank: int, message: Array, words: Array) -> None:
+    def _wait_for_message(self, rank: int, message: Array, words: Array) -> None:
         """Waits until the message of a rank has come; `words` are what it says then."""
-        looks, begin, looked, has_ended = 0, 0.0, 0.0, False
+        polls, begin, checked, has_ended = 0, 0.0, 0.0, False
         while True:
             if message[NUMBER] == self._number:
                 words[:] = message[BEGIN:]
                 if message[CHECK] == zlib.crc32(words.tobytes(), self._number & SEED):
                     return
-            looks += 1
-            if looks < LOOKS:
+            polls += 1
+            if polls < POLLS:
                 yield_core()  # to other processes, and then to other threads of this one
                 select.select((), (), (), 0)
                 continue
             now = monotonic()
-            if looks == LOOKS:
-                begin = looked = now
+            if polls == POLLS:
+                begin = checked = now
             if has_ended:  # and has not sent it before
                 raise RuntimeError(f"rank {rank} has ended, or has left the group")
             if now - begin > self._timeout:
                 raise RuntimeError(f"rank {rank} has sent nothing within {self._timeout:g} s")
-            if now - looked > PATIENCE:
-                looked, has_ended = now, self._connections is None or rank in self._connections.ended()
+            if now - checked > PATIENCE:
+                checked, has_ended = now, self._connections is None or rank in self._connections.ended()
             sleep(min(LONGEST, SHARE * (now - begin)))
 
     def close(self) -> None:
@@ -107,8 +107,8 @@ def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any
                 at_end.callback(os.unlink, path)
                 at_end.callback(os.close, fd)
                 os.write(fd, token + bytes(size))
-        told = every((place, path, token))
-        places, (_, path, token) = {each for each, _, _ in told}, told[0]
+        offers = every((place, path, token))
+        places, (_, path, token) = {each for each, _, _ in offers}, offers[0]
         box = _mapped(path, token, size) if path and len(places) == 1 else None
         if not all(every(box is not None)):
             return None

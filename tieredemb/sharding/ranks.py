@@ -1,4 +1,4 @@
-"""What a sharded collection asks of the ranks that it lies on: of several (`together`) or of one (`alone`)."""
+"""What a sharded collection needs of the ranks that hold it: of several (`distributed_ranks`) or of one (`single_rank`)."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.sharding.context import ShardedContext, with_room
-from tieredemb.sharding.header import Bound, Bounds, Most
+from tieredemb.sharding.context import ShardedContext, with_margin
+from tieredemb.sharding.header import Bound, Bounds, LargestRequest
 from tieredemb.sharding.stats import IDS
 from tieredemb.tables.group import device_groups
 
@@ -73,7 +73,7 @@ class RecordedRequests:
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
         self._bounds: OrderedDict[tuple[int, ...], Bounds] = OrderedDict()
-        self._before: OrderedDict[tuple[int, ...], Sequence[Most]] = OrderedDict()
+        self._before: OrderedDict[tuple[int, ...], Sequence[LargestRequest]] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
         self._careful = 0  # forwards that are yet to look first
@@ -94,7 +94,7 @@ class RecordedRequests:
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
-    def agreed(self, size: int, samples: Sequence[int], most: Sequence[Most]) -> Bounds | None:
+    def agreed(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
         """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
         more than `most` of another in each part. Returns the bounds of an exchange of one size, if they fit and these
         are not far too large. All ranks find the same."""
@@ -113,21 +113,21 @@ class RecordedRequests:
         )  # a forward that has one keeps it
         return None if given is None else (Bound(given, None),) * len(most)
 
-    def _wanted(self, most: Most, largest: int, known: Bound | None) -> Bound:
+    def _wanted(self, most: LargestRequest, largest: int, known: Bound | None) -> Bound:
         """That of one part, `largest` at most: the one that is `known`, if it takes `most` and is not far too large."""
-        room = self._context.max_ids or min(with_room(most.ids), largest)
-        rows = min(with_room(most.rows), room)
+        room = self._context.max_ids or min(with_margin(most.ids), largest)
+        rows = min(with_margin(most.rows), room)
         if known is not None and known.takes(most):
             limits = (LOOSE * max(each, LEAST_ROOM) for each in (room, rows))
             if all(its is None or its <= limit for its, limit in zip(known, limits, strict=True)):
                 return known
         return Bound(room, rows)
 
-    def before(self, samples: Sequence[int]) -> Sequence[Most]:
+    def before(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
         """What this rank has requested of another last in each part, where the ranks had as many `samples`."""
         return self._before.get(tuple(samples)) or self._context.no_counts.most
 
-    def note(self, samples: Sequence[int], most: Sequence[Most]) -> None:
+    def note(self, samples: Sequence[int], most: Sequence[LargestRequest]) -> None:
         """It requests so much now."""
         _put(self._before, tuple(samples), most)
 
@@ -228,7 +228,7 @@ class RecordedRequest:
             find()
             pad()
             with cache.memory():
-                self._received = exchange.room(self._given, self._per_rank).zero_()
+                self._received = exchange.receive_buffer(self._given, self._per_rank).zero_()
             take()
             for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
                 with graph.recorded([]):
@@ -256,7 +256,7 @@ class RecordedRequest:
             self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
-    def look(self) -> list[Most]:
+    def look(self) -> list[LargestRequest]:
         """What the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
         return self._finder.most(self._words)

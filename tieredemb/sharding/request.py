@@ -39,7 +39,7 @@ class RequestPart(NamedTuple):
     rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag, empty where it
     stays here; as `grads`, one of each entry, or of each bag; in the `order` of entries, of values for these."""
 
-    is_whole: bool
+    is_table_wise: bool
     held: int
     message: list[int]
     answer: list[int]
@@ -56,13 +56,13 @@ class Requests:
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
         # the parts whose bags are pooled where their tables are, and the one whose rows go back; if there are any
-        self.whole = [number for number, part in enumerate(parts) if part.is_whole]
-        self.dealt = next((number for number, part in enumerate(parts) if not part.is_whole), None)
+        self.whole = [number for number, part in enumerate(parts) if part.is_table_wise]
+        self.dealt = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
         # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
         self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
-        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_whole else None for _, p, k in found]
+        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_table_wise else None for _, p, k in found]
         self.is_held = [bool(held[p][k]) for _, p, k in found]
         self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
         # of each of those its part, and which of that one's it is; and the other way round
@@ -93,8 +93,8 @@ class Request:
             back = ids if bound.rows is None else [bound.rows] * requests.ranks
             sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
             bags = [held * each for each in samples]
-            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_whole else (back, ids)
-            self.parts.append(RequestPart(part.is_whole, held, sizes, answer, grads, ids))
+            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
+            self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
@@ -155,7 +155,7 @@ class Request:
     @property
     def keeps_gradients(self) -> bool:
         """Whether that of its output is what comes of its one part, as it comes."""
-        return len(self.parts) == 1 and not self.parts[0].is_whole
+        return len(self.parts) == 1 and not self.parts[0].is_table_wise
 
     @property
     def _bags(self) -> int:
@@ -247,11 +247,11 @@ class Request:
         given = [self._filled(number, its) for number, its in enumerate(weights) if its is not None]
         if given:
             self._weights = functools.reduce(operator.mul, given)
-        every = every and any(part.is_whole for part in self.parts)
+        every = every and any(part.is_table_wise for part in self.parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
-            if part.is_whole:
+            if part.is_table_wise:
                 answers.append(self._by_rank(found.bags, number))
                 all_rows.append(None if found.every is None else self._rows_of(number, found.every))
             else:
@@ -289,8 +289,8 @@ class Request:
             for each in scale:
                 filled = self._filled(number, each)
                 call.weigh(filled if self._weights is None else filled * self._weights)
-            bags.append(self._joined_bags(grad, part.held) if part.is_whole else None)
-            if not part.is_whole:
+            bags.append(self._joined_bags(grad, part.held) if part.is_table_wise else None)
+            if not part.is_table_wise:
                 rows.append(grad)
         if not rows:
             rows.append(came[0][0].new_zeros((1, came[0][0].shape[1])))

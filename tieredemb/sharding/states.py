@@ -15,12 +15,12 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.lookup.history import History
-from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
+from tieredemb.sharding.agreed import Announce, Change, agreed, change_on_all_ranks
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import REPLICATED, Layout
 from tieredemb.sharding.shard import Shard
-from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows
+from tieredemb.sharding.whole_rows import gather_rows, gathered_rows, rows_from_rank_0
 from tieredemb.tables.row_state import (
     ELSEWHERE,
     LAGGING,
@@ -175,7 +175,7 @@ class RowStates:
 
     def _ranks_of(self, entries: Mapping[int, Entry]) -> dict[int, list[int]]:
         """The ranks that were given something for each table."""
-        offers = self.exchange.every([t for t in self.tables if entries.get(t)])
+        offers = self.exchange.all_gather_object([t for t in self.tables if entries.get(t)])
         return {t: [rank for rank, its in enumerate(offers) if t in its] for t in self.tables}
 
     def _part(self, config: OptimizerConfig, table: int, entry: Entry, rank: int) -> LoadedState:
@@ -189,14 +189,14 @@ class RowStates:
         for rank in range(exchange.size):
             part = self._agreed(lambda: self._part(config, table, entry, rank) if exchange.rank == 0 else None)  # noqa: B023
             small, rows = (None, None) if part is None else _apart(part)
-            small, rows = exchange.told(small), dealt_rows(exchange, rank, rows)
+            small, rows = exchange.broadcast_object(small), rows_from_rank_0(exchange, rank, rows)
             if rank == exchange.rank:
                 mine = _joined(small, rows)
         return mine
 
     def _check_steps(self, loaded: Mapping[int, LoadedState]) -> None:
         """Raises `InvalidInputError` on all ranks where they were given states of different steps."""
-        steps = self.exchange.every({t: state.step for t, state in sorted(loaded.items())})
+        steps = self.exchange.all_gather_object({t: state.step for t, state in sorted(loaded.items())})
         for rank, its in enumerate(steps):
             other = next((t for t in its if its[t] != steps[0][t]), None)
             if other is not None:
@@ -214,7 +214,7 @@ class RowStates:
             its = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
             if its:
                 todo.append(_change(shard, its))
-        change_together(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
+        change_on_all_ranks(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
 
     def _agreed(self, action: Callable[[], R]) -> R:
         """Of what is to be set."""

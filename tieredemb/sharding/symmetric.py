@@ -34,7 +34,7 @@ from tieredemb.sharding.shard import Shard
 ALIGNED, WORD = 512, 8  # bytes: where each buffer begins, and what ranks know each other's memory by
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # what torch raises where it cannot: the last three where its version has other names, which are not public
-CANNOT = (RuntimeError, ImportError, AttributeError, TypeError)
+UNAVAILABLE = (RuntimeError, ImportError, AttributeError, TypeError)
 
 
 class BufferSpec(NamedTuple):
@@ -121,7 +121,7 @@ class SymmetricMemory:
         finally:
             with capture_lock(self._device):  # to free memory is to wait for the device
                 held.clear()
-        with self._exchange.agreed(), on_device(self._device), no_inference():
+        with self._exchange.leaving_on_error(), on_device(self._device), no_inference():
             if self._barrier is None:
                 timeout = self._exchange.timeout.total_seconds()
                 self._barrier = Barrier(self._device, mapped.words, self._exchange.rank, timeout)
@@ -137,20 +137,20 @@ class SymmetricMemory:
         rank's memory and, once that is mapped, what maps it."""
         starts, size = self._laid_out(missing)
         token = secrets.randbits(62) | 1
-        tokens = self._all_could(token if self._allocate(held, size, token) else 0)
+        tokens = self._all_succeeded(token if self._allocate(held, size, token) else 0)
         if tokens is None:
             return None
         mapped = self._mapped(held, tokens, dict(zip(missing, starts, strict=True)))
-        if self._all_could(int(mapped is not None)) is None:
+        if self._all_succeeded(int(mapped is not None)) is None:
             return None
         held[0][:WORD] = 0  # all have read it
         return mapped
 
-    def _all_could(self, could: int) -> Sequence[int] | None:
+    def _all_succeeded(self, result: int) -> Sequence[int] | None:
         """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
-        told = self._context.announce(Phase.BUFFERS, flag=could).flags
-        self._is_off = not all(told)
-        return None if self._is_off else told
+        flags = self._context.announce(Phase.BUFFERS, flag=result).flags
+        self._is_off = not all(flags)
+        return None if self._is_off else flags
 
     @property
     def bytes(self) -> int:
@@ -211,7 +211,7 @@ class SymmetricMemory:
                 memory.zero_()
                 memory[:WORD].view(torch.int64).fill_(token)
                 torch.cuda.current_stream().synchronize()
-        except CANNOT:
+        except UNAVAILABLE:
             return False
         held.append(memory)
         return True
@@ -221,11 +221,11 @@ class SymmetricMemory:
         if not shares_memory():
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
-        places, mine = self._exchange.places, self._device.index
-        own = places[self._exchange.rank]
-        if any((place.host, place.shares) != (own.host, own.shares) or place.gpu not in here for place in places):
+        locations, mine = self._exchange.locations, self._device.index
+        own = locations[self._exchange.rank]
+        if any((place.host, place.shares) != (own.host, own.shares) or place.gpu not in here for place in locations):
             return False
-        others = {here[place.gpu] for place in places} - {mine}
+        others = {here[place.gpu] for place in locations} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
     def _mapped(self, held: list[Any], tokens: Sequence[int], starts: Mapping[BufferSpec, int]) -> Mapped | None:
@@ -246,7 +246,7 @@ class SymmetricMemory:
                 begins = [its.data_ptr() for its in of_ranks]
                 buffers = {spec: self._rows(spec, memory, begins, start) for spec, start in starts.items()}
                 return Mapped(buffers, [begin + WORD for begin in begins])
-        except CANNOT:
+        except UNAVAILABLE:
             return None
 
     def _rows(self, spec: BufferSpec, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tieredemb.sharding import checkpoint
+from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.header import Phase
-from tieredemb.sharding.together import Together
 from tieredemb.tables.checkpoint import Beside
 
 
@@ -16,7 +16,7 @@ class Collection(Protocol):
     """One of the model's: what saves and loads it, and the `names` of its tables in the model."""
 
     @property
-    def ranks(self) -> Together: ...
+    def ranks(self) -> DistributedRanks: ...
 
     @property
     def names(self) -> tuple[str, ...]: ...

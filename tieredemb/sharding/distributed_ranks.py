@@ -15,7 +15,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.agreed import Change, agreed, change_together
+from tieredemb.sharding.agreed import Change, agreed, change_on_all_ranks
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.exchange import Exchange
@@ -26,7 +26,7 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
-from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
+from tieredemb.sharding.whole_rows import gather_rows, rows_from_rank_0
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import look_up
@@ -34,12 +34,12 @@ from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.sharding.eager_buffers import EagerBuffers
-    from tieredemb.sharding.lasting_call import LastingMemory
+    from tieredemb.sharding.persistent_call import PersistentMemory
     from tieredemb.sharding.symmetric import SymmetricMemory
     from tieredemb.step.agreement import Agreement
 
 
-class Together(Ranks):
+class DistributedRanks(Ranks):
     """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
 
     def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
@@ -98,7 +98,7 @@ class Together(Ranks):
         given: Given,
         make_batch: Callable[..., Batch],
         kind: PlanKind,
-        memory: LastingMemory | None,
+        memory: PersistentMemory | None,
     ) -> ShardedCall:
         try:
             executor.wait_for_inputs()
@@ -108,9 +108,9 @@ class Together(Ranks):
             raise
         call: ShardedCall
         if self._context.on_buffers:
-            from tieredemb.sharding.lasting_call import LastingCall
+            from tieredemb.sharding.persistent_call import PersistentCall
 
-            call = LastingCall(self._context, batch, memory)
+            call = PersistentCall(self._context, batch, memory)
         else:
             call = ShardedCall(self._context, batch, ahead=True)
         try:
@@ -195,7 +195,7 @@ class Together(Ranks):
 
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         self._announce(Phase.NORM)
-        found = self._context.exchange.all(totals)
+        found = self._context.exchange.all_gather(totals)
         return found.amax(0) if math.isinf(norm_type) else found.sum(0)
 
     def weight(self, table: int) -> torch.Tensor | None:
@@ -224,18 +224,20 @@ class Together(Ranks):
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
         exchange, layout = self._context.exchange, self._context.layout
         self._announce(Phase.WRITE)
-        offers = exchange.every((list(weights), list(problems)))
+        offers = exchange.all_gather_object((list(weights), list(problems)))
         given = {t: [rank for rank, (its, _) in enumerate(offers) if t in its] for t in range(len(layout.tables))}
         given = {t: ranks for t, ranks in given.items() if ranks}
-        told = [f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its]
-        if not (told or problems):
-            told = [
+        problems_of_others = [
+            f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its
+        ]
+        if not (problems_of_others or problems):
+            problems_of_others = [
                 f"the weights of table {layout.tables[t].name!r} are given on ranks {ranks}; give them on all ranks, "
                 f"or on rank 0 alone, as state_dict() does"
                 for t, ranks in given.items()
                 if ranks != [0] and len(ranks) < exchange.size
             ]
-        if not (told or problems):
+        if not (problems_of_others or problems):
             own = {}
             for t, ranks in given.items():
                 if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # so copies are of one
@@ -243,7 +245,7 @@ class Together(Ranks):
                 else:
                     own[t] = self._own(t, weights[t])
             self._set_own(own)
-        return set(given), told
+        return set(given), problems_of_others
 
     def _own(self, table: int, weight: torch.Tensor) -> torch.Tensor:
         """Those rows of a table that this rank holds."""
@@ -257,7 +259,7 @@ class Together(Ranks):
         for rank in range(exchange.size):
             part = self._context.layout.part(table, rank)
             its = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
-            own |= dealt_rows(exchange, rank, None if its is None else {"weight": its})
+            own |= rows_from_rank_0(exchange, rank, None if its is None else {"weight": its})
         return own["weight"]
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
@@ -268,7 +270,7 @@ class Together(Ranks):
             its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
             if its:
                 todo.append(_change(held, its))
-        change_together(functools.partial(self._announce, Phase.WRITE), todo)
+        change_on_all_ranks(functools.partial(self._announce, Phase.WRITE), todo)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         save([self.rows(Phase.SAVE)], directory, extra)
@@ -293,10 +295,10 @@ class Together(Ranks):
 
     def close(self) -> None:
         self._planned.drop_all()
-        is_whole = not self._context.exchange.is_broken
+        is_intact = not self._context.exchange.is_broken
         self._context.exchange.close()
         for memory in self._written:
-            memory.close(frees=is_whole)
+            memory.close(frees=is_intact)
 
     @property
     def _written(self) -> list[SymmetricMemory | EagerBuffers]:

@@ -15,7 +15,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
-from tieredemb.sharding.header import Most
+from tieredemb.sharding.header import LargestRequest
 from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tieredemb.step.device_group_call import DeviceGroupCall
 
 
-class LastingMemory:
+class PersistentMemory:
     """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `told`.
     `plans`: where each shard's plan does, once there are any."""
 
@@ -51,12 +51,12 @@ class LastingMemory:
                 torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
 
 
-class LastingCall(ShardedCall, FoundAhead):
+class PersistentCall(ShardedCall, FoundAhead):
     """Such a forward, planned into the `memory` of one that is over, or into a new one."""
 
     _bags: Sequence[GpuBags]
 
-    def __init__(self, context: ShardedCallContext, batch: Batch, memory: LastingMemory | None = None) -> None:
+    def __init__(self, context: ShardedCallContext, batch: Batch, memory: PersistentMemory | None = None) -> None:
         """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
         `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
         self.row_bound = context.row_bound
@@ -75,7 +75,7 @@ class LastingCall(ShardedCall, FoundAhead):
         if memory is None or not memory.fits(found):
             cache = device_groups(context.shards[0].engine.tables.groups)[0].cache
             with cache.memory():
-                memory = LastingMemory(found, context.captures.room())
+                memory = PersistentMemory(found, context.captures.room())
         memory.fill(found)
         if self._words is not None:
             self.told = memory.told.copy_(self._words, non_blocking=True)
@@ -86,7 +86,7 @@ class LastingCall(ShardedCall, FoundAhead):
         self._use.made()
         self._plans: list[DeviceCall] = []
 
-    def _note_asked(self, most: Sequence[Most]) -> None:
+    def _note_asked(self, most: Sequence[LargestRequest]) -> None:
         super()._note_asked(most)
         self.context.note_rows(most)
 
@@ -113,7 +113,7 @@ class LastingCall(ShardedCall, FoundAhead):
         """What each cache has planned of it."""
         return [part for plan in self._plans for part in plan.parts]
 
-    def rebind(self, tickets: Sequence[DeviceTicket]) -> LastingCall:
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> PersistentCall:
         """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
         call, its = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False

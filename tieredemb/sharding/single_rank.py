@@ -19,7 +19,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.tables.checkpoint import load, save, saved_alone
 
 
-class Alone(Ranks):
+class SingleRank(Ranks):
     """The rank that holds all tables."""
 
     def __init__(self, held: Held, exchange: Exchange) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class HostWholeBags:
+class HostTableWiseBags:
     """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up.
-    `counts`: see `most_in`; no id is inverted."""
+    `counts`: see `largest_requests`; no id is inverted."""
 
     asked: torch.Tensor
     sent: list[int]
