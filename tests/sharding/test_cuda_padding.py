@@ -12,7 +12,7 @@ from sharding.ranks import SHAPES
 from sharding.test_padded_requests import BOUND, RANKS, asked_of, taken
 
 from tieredemb.sharding.device_padding import join_messages, pad_bags
-from tieredemb.sharding.padding import Padding, each_asked, firsts_of, message, read
+from tieredemb.sharding.padding import Padding, firsts_of, message, plain_ids, read
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -86,7 +86,7 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
     assert bool((its.entry[n:] == ranks * bound).all())
     assert bool(((its.joined[n:] >= 0) & (its.joined[n:] < ranks * bound)).all())
     assert bool((its.row[n:] == ranks * bound - 1).all())
-    assert equal(its.ids[:n].cpu(), each_asked(came.ids)[entries])
+    assert equal(its.ids[:n].cpu(), plain_ids(came.ids)[entries])
     assert equal(its.picked.cpu(), picked[:-1])
 
 

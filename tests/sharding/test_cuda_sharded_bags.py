@@ -88,7 +88,7 @@ def are_as(one, other):
 def those_asked(bags, features, bound, samples):
     """What a message says to each rank, without what fills its block up."""
     pieces = []
-    for piece in bags.asked.cpu().split(bags.sent):
+    for piece in bags.requested.cpu().split(bags.sent):
         counts, ids, lengths = piece[:features], piece[features : features + bound], piece[features + bound :]
         assert len(lengths) % max(1, samples) == 0
         pieces += [counts, ids[: counts.sum()], lengths]
@@ -154,7 +154,7 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, is_known, once
             space = bags._part.space.space if device == GPU else bags.space
             features = len(space.features)
             asked = those_asked(bags, features, bound, samples)
-            live = torch.cat([piece[:features].sum()[None] for piece in bags.asked.cpu().split(bags.sent)])
+            live = torch.cat([piece[:features].sum()[None] for piece in bags.requested.cpu().split(bags.sent)])
             slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
             rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * samples, width))).float()
             every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()

@@ -41,8 +41,8 @@ class Memory:
             for spec in specs
         ]
 
-    def follow(self):
-        self.did.append("follow")
+    def wait_stream(self):
+        self.did.append("wait_stream")
 
     def barrier(self):
         self.did.append("barrier")
@@ -164,10 +164,10 @@ def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
     its = bounds(16, 8)
     prepared(buffers, its)
     (memory,) = Memory.made
-    assert memory.did == ["follow"]
+    assert memory.did == ["wait_stream"]
     buffers.barrier()
-    buffers.follow()
-    assert memory.did == ["follow", "barrier", "follow"]
+    buffers.wait_stream()
+    assert memory.did == ["wait_stream", "barrier", "wait_stream"]
 
 
 def test_what_table_wise_tables_exchange_needs_no_buffer(buffers):

@@ -15,7 +15,7 @@ from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.host_bags import HostFinder
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.request import Requests
+from tieredemb.sharding.request import RequestLayout
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import identity
 
@@ -37,12 +37,12 @@ def asked_of(rank, sharding, shape, rows=None):
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
         for part, bags in enumerate(HostFinder(layout, parts)(batch)[0]):
             bags.pad(Bound(BOUND, rows))
-            came[part].append(bags.asked.split(bags.sent)[rank])
+            came[part].append(bags.requested.split(bags.sent)[rank])
     return parts, [torch.cat(its) for its in came]
 
 
 def taken(parts, came, rank, *, knows_ends, rows=None):
-    requests = Requests(parts, rank, RANKS, torch.device("cpu"))
+    requests = RequestLayout(parts, rank, RANKS, torch.device("cpu"))
     requests.knows_ends = knows_ends
     request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts))
     assert [len(values) for values in came] == [sum(part.message) for part in request.parts]
@@ -92,8 +92,8 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
 def test_an_update_that_is_put_off_reads_nothing_of_a_later_forward(sharding):
     parts, came = asked_of(1, sharding, "some equal")
     request = taken(parts, came, 1, knows_ends=False)
-    mine, stack = request.apart(), request.batch.stack
-    assert len({identity(each.batch.given) for each in (request, mine, request.apart())}) == 3
+    mine, stack = request.separated(), request.batch.stack
+    assert len({identity(each.batch.given) for each in (request, mine, request.separated())}) == 3
     kept = [run.edges.clone() for run in stack.runs]
     for run in stack.runs:
         run.edges.zero_()  # a replay for the next forward
@@ -117,11 +117,11 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     assert equal(request.batch.ids[:count], plain.batch.ids[:count])
     assert equal(request.batch.offsets, plain.batch.offsets)
     assert bool((stack.row < stack.rows).all())
-    (dealt,) = [number for number, part in enumerate(parts) if not part.is_table_wise]
-    features = len(parts[dealt].space.features)
+    (row_wise,) = [number for number, part in enumerate(parts) if not part.is_table_wise]
+    features = len(parts[row_wise].space.features)
     of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
     firsts, asked = 0, 0
-    for block, piece in enumerate(came[dealt].split(request.parts[dealt].message)):
+    for block, piece in enumerate(came[row_wise].split(request.parts[row_wise].message)):
         ids = piece[features : features + BOUND][: int(piece[:features].sum())]
         first = [position for position, each in enumerate(ids.tolist()) if each >= 0]
         picked = stack.picked[block * rows : block * rows + len(first)].tolist() if count else []
@@ -129,8 +129,8 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
         firsts, asked = firsts + len(first), asked + len(ids)
     assert len(of_entry) == asked
     assert firsts < asked or shape != "long"
-    assert request.parts[dealt].answer == [rows] * RANKS
+    assert request.parts[row_wise].answer == [rows] * RANKS
     grads = [[torch.randn(sum(part.grads), 4)] for part in request.parts]
     found = request.gradient(SimpleNamespace(weigh=None), grads)
-    assert equal(found[stack.bags :], grads[dealt][0])
+    assert equal(found[stack.bags :], grads[row_wise][0])
     assert len(found) == stack.rows

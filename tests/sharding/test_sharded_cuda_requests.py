@@ -17,7 +17,13 @@ import tieredemb as te
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.recorded_requests import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedRequest, RecordedRequests
+from tieredemb.sharding.recorded_requests import (
+    CHECKED_FIRST,
+    MOST_AT_ONCE,
+    MOST_FORMS,
+    RecordedRequest,
+    RecordedRequests,
+)
 from tieredemb.step.recorded_plans import RecordedPlan
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -105,7 +111,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
     def look_up(batch):
         return model(batch[0], batch[1])
 
-    looked, again = calls_of(ShardedCall, "_looked_at"), calls_of(ShardedCall, "_ask_again")
+    looked, again = calls_of(ShardedCall, "_checked_bags"), calls_of(ShardedCall, "_request_again")
     with counted(records=records) as asked, looked as firsts, again as seconds, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a batch that does not fit is told of
         flight = []
@@ -340,11 +346,11 @@ def looks(rank, size):
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1)
     )
     first, again = [], []
-    for step in range(12 + 2 * CAREFUL):
+    for step in range(12 + 2 * CHECKED_FIRST):
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=lambda rank: 2000, shape="ones")
         if step == 10 and rank == 1:
             ids = ids // 2 * 2
-        with calls_of(ShardedCall, "_looked_at") as looked, calls_of(ShardedCall, "_ask_again") as asked:
+        with calls_of(ShardedCall, "_checked_bags") as looked, calls_of(ShardedCall, "_request_again") as asked:
             out = model(ids, offsets)
             out.backward(upstream.to(out.dtype))
         first += [step] * len(looked)
@@ -356,8 +362,8 @@ def looks(rank, size):
 def test_a_batch_that_does_not_fit_is_asked_for_again(worlds):
     (first, again), (its_first, its_again) = worlds(2).run(looks)
     assert again == its_again == [10]
-    assert its_first[-1] - its_first[0] >= CAREFUL - 1  # that rank looks first for a while
-    assert max(its_first) < 12 + 2 * CAREFUL - 1
+    assert its_first[-1] - its_first[0] >= CHECKED_FIRST - 1  # that rank looks first for a while
+    assert max(its_first) < 12 + 2 * CHECKED_FIRST - 1
     assert all(step > 10 for step in [*first, *its_first])
 
 

@@ -13,7 +13,7 @@ from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.request import Request, Requests
+from tieredemb.sharding.request import Request, RequestLayout
 
 
 def none_left(*given, **named):
@@ -85,15 +85,15 @@ def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
 def runs_short_of_room_for_ids(rank, size):
     """Rank 1 has none where the others exchange ids already."""
     model, errors, took = model_of(), [], []
-    of = Requests.of
+    of = RequestLayout.of
     for step in range(3):
         ids, offsets, _, upstream = batch(step, rank)
         if (rank, step) == (1, 1):
-            Requests.of = none_left
+            RequestLayout.of = none_left
         start = time.monotonic()
         errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
         took.append(time.monotonic() - start)
-        Requests.of = of
+        RequestLayout.of = of
     model.close()
     return errors, max(took)
 

@@ -133,6 +133,6 @@ def test_owners_are_asked_for_each_row_once(count, samples, ranks, grain, monkey
             asked.append(rows[i] // ranks if is_first else ~(rows[i] // ranks))
             counts[:, rank, bags.feature[i]] += 1, is_first
     assert found.order.tolist() == order
-    assert found.asked.tolist() == asked
+    assert found.requested.tolist() == asked
     assert found.homes.tolist() == homes.tolist()
     assert np.array_equal([found.counts, found.firsts], counts)

@@ -20,15 +20,15 @@ from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
 
 
-def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
+def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None):
     """That of rank 0, which is told `flags` by the others, one after the other."""
-    its = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
+    its = SimpleNamespace(has_nccl=has_nccl, locations=locations, rank=0, size=len(locations))
     headers = []
 
     def announce(phase, *, flag):
         theirs = 1 if flags is None else flags[len(headers)]
         headers.append(flag)
-        return SimpleNamespace(flags=[flag, *[theirs] * (len(places) - 1)])
+        return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
     context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce)
     return SymmetricMemory(context), headers
@@ -66,8 +66,8 @@ def test_a_rank_of_another_host_is_not_reached(gpus):
 
 def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
     """Of another container on this host."""
-    places = [place._replace(shares=shares) for place, shares in zip(HERE, "ab", strict=True)]
-    assert not memory_of(places)[0]._reaches_all()
+    locations = [place._replace(shares=shares) for place, shares in zip(HERE, "ab", strict=True)]
+    assert not memory_of(locations)[0]._reaches_all()
 
 
 def test_processes_share_a_pid_namespace_and_a_temporary_directory(monkeypatch, tmp_path):

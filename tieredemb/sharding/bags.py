@@ -92,12 +92,12 @@ def parts_of(
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device. Once they are padded (`pad`):
 
-    `asked`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent, `ids`: how many ids
-    among these · `back`: how many rows come back from each, (·, D), or of whole tables one of each bag, by feature and
-    sample; empty where nothing travels back · `grads`: how many gradients each is sent: one of each id, or of each bag.
-    """
+    `requested`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent, `ids`: how many
+    ids among these · `back`: how many rows come back from each, (·, D), or of whole tables one of each bag, by feature
+    and sample; empty where nothing travels back · `grads`: how many gradients each is sent: one of each id, or of each
+    bag."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
@@ -126,9 +126,9 @@ class Bags(Protocol):
         """Adds the gradient of the per-sample weights to their positions in `out`, float32 (N,), given that of the
         outputs, float32 (B, ΣD). Does not synchronise."""
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradients: of each id that of its bag, or of whole tables those of the bags, float32 (·, D), divided by
-        `share`; and what it is to be multiplied by, float32 (K,), where that is not one, and its owner does not know.
+        `divisor`; and what it is to be multiplied by, float32 (K,), where that is not one, and its owner does not know.
         Does not synchronise."""
 
     def tensors(self) -> list[torch.Tensor]:
@@ -156,5 +156,5 @@ class CountingFinder(Protocol):
     def most(self, words: torch.Tensor) -> list[LargestRequest]:
         """What a batch requests in each part, by such words that have come to the CPU. Raises as the call."""
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         """On the CPU, for such words."""

@@ -43,13 +43,13 @@ class Barrier:
         """The current stream waits until all ranks have arrived here: what each has launched there before is over."""
         with on_device(self._device):
             if not torch.cuda.is_current_stream_capturing():
-                self.follow()
+                self.wait_stream()
             threads = -(-self._ranks // WARP) * WARP
             kernel(BARRIER, "ranks_meet")(
                 1, threads, self._meeting, self._count, self._waited, self._ended.data_ptr(), self._patience
             )
 
-    def follow(self) -> None:
+    def wait_stream(self) -> None:
         """The current stream comes behind the barrier, and all that was launched behind it on its stream by now."""
         stream = current_stream(self._device.index)
         if stream.cuda_stream != self._stream.cuda_stream:

@@ -57,26 +57,26 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
-ALONE = 8  # this rank would not plan the next batch ahead
-LATER = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
+NO_PLANS_AHEAD = 8  # this rank would not plan the next batch ahead
+CHECK_DEFERRED = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
 FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
 TRAINS = 64  # of a header of a forward: it is to update rows
 INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
-SETTLED = 2  # what is exchanged is the gradient as an update takes it
-PASSED_BITS = 2  # behind which stands which forwards the backward has reached
-MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
+FINAL = 2  # what is exchanged is the gradient as an update takes it
+REACHED_SHIFT = 2  # behind which stands which forwards the backward has reached
+MOST_COUNTED = 0xFFFF  # forwards that one tells of by how many they are
 
 
 class ReadyGradients(NamedTuple):
     """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
     written to the owner's memory, the buffer for those of all ranks · `kept`: of each part, a tensor that this is
-    copied to, if a later step applies it · `is_infinite`: whether a gradient here is not finite · `is_settled`: whether
+    copied to, if a later step applies it · `is_infinite`: whether a gradient here is not finite · `is_final`: whether
     what is received is the gradient as an update takes it, so that this rank cannot fail any more before that."""
 
     sending: list[list[Sending | torch.Tensor]]
     kept: list[torch.Tensor | None]
     is_infinite: bool
-    is_settled: bool
+    is_final: bool
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,16 +100,18 @@ class ShardedCallContext(ShardedContext):
             ready, header = self._ready(reached)
             is_infinite = bool(header.set_by_any & INFINITE)
             # nothing of a rank's own can fail any more, so they need not agree again
-            is_settled = not is_infinite and bool(header.set_by_all & SETTLED)
+            is_final = not is_infinite and bool(header.set_by_all & FINAL)
             with self.exchange.leaving_on_error():
                 if not self.eager_buffers.is_off:
                     self.eager_buffers.reached([call.announced for call, _ in reached])
-                received = [call.exchanged(its) for (call, _), its in zip(reached, ready, strict=True)]
+                received = [
+                    call.exchange_gradients(gradients) for (call, _), gradients in zip(reached, ready, strict=True)
+                ]
             pairs: list[tuple[Call, torch.Tensor]] = []
-            with self.exchange.leaving_on_error() if is_settled else self.announcing_errors(Phase.BACKWARD):
-                for (call, _), its in zip(reached, received, strict=True):
-                    pairs += call.gradients(its, is_infinite=is_infinite)
-            if not is_settled:
+            with self.exchange.leaving_on_error() if is_final else self.announcing_errors(Phase.BACKWARD):
+                for (call, _), gradients in zip(reached, received, strict=True):
+                    pairs += call.gradients(gradients, is_infinite=is_infinite)
+            if not is_final:
                 self.announce(Phase.BACKWARD)
         except BaseException:
             for call, _ in reached:
@@ -130,17 +132,17 @@ class ShardedCallContext(ShardedContext):
             ready += [call.ready(grad) for call, grad in reached]
         except Exception as error:
             failed = error
-        passed = self._passed([call.announced for call, _ in reached])
-        flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
+        reached_flag = self._reached_flag([call.announced for call, _ in reached])
+        flag = INFINITE * any(each.is_infinite for each in ready) | FINAL * all(each.is_final for each in ready)
         updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
-        header = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates)
-        _check_passed([each >> PASSED_BITS for each in header.flags])
+        header = self.announce(Phase.BACKWARD, flag=reached_flag << REACHED_SHIFT | flag, error=failed, updates=updates)
+        _check_reached([each >> REACHED_SHIFT for each in header.flags])
         return ready, header
 
     @staticmethod
-    def _passed(announced: Sequence[int]) -> int:
+    def _reached_flag(announced: Sequence[int]) -> int:
         """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
-        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)
+        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_COUNTED)
 
 
 class ShardedCall:
@@ -155,10 +157,10 @@ class ShardedCall:
     is_over = False
     forwards = None  # see `Call`
     requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
-    # the most that it asks another rank for in each part; until the host has looked (`_is_later`) it is taken for what
-    # it was before
-    _asks_for: Sequence[LargestRequest]
-    _is_later = False
+    # the most that it requests from another rank in each part; until the host has read it (`_is_check_deferred`), what
+    # the batch before requested
+    _most_requested: Sequence[LargestRequest]
+    _is_check_deferred = False
     _bounds: Bounds  # of the exchange
     _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
     # of each part, where rows and gradients are written to each other's memory and not sent; and by whose barrier
@@ -178,9 +180,9 @@ class ShardedCall:
         self._use = StreamUse(context.device)
         self._given = batch if self._learns else None  # until all that ranks ask for is known to fit
         self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
-        self._requests = self._ask(ahead=ahead, flag=flag)
+        self._requests = self._request_rows(ahead=ahead, flag=flag)
         if ahead:
-            self._use.made()
+            self._use.record_made()
         self._planned: list[tuple[PlannedForwards, Planned]] = []
         self._calls: list[Call] = []
         self._rows: list[torch.Tensor] = []
@@ -191,13 +193,13 @@ class ShardedCall:
         if planned is None:
             return cls(context, batch, flag=flag)
         try:
-            header = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead))
+            header = context.announce(Phase.FORWARD, flag=PLANNED | flag | NO_PLANS_AHEAD * (not context.offers_ahead))
             _check_alike(header)
         except BaseException:
             planned.release()
             raise
         if header.set_by_all & PLANNED:
-            planned._told(header.flags)
+            planned._note_announced(header.flags)
             return planned
         planned.release()
         return cls(context, batch, flag=flag)
@@ -208,50 +210,50 @@ class ShardedCall:
         captures = self.context.captures
         try:
             if captures.is_active:
-                self._asks_for = self.context.no_counts.most
+                self._most_requested = self.context.no_counts.most
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             recorded = self.context.recorded
             if recorded is not None and self._learns:
                 self._recorded = recorded.of(batch)
             if recorded is not None and self._recorded is not None:
-                self._is_later = recorded.may_look_later()
-                self._asks_for = recorded.before(self._recorded.samples)
-                return () if self._is_later else self._looked_at()
-            return self._of_launches(batch)
+                self._is_check_deferred = recorded.may_defer_check()
+                self._most_requested = recorded.last_requested(self._recorded.samples)
+                return () if self._is_check_deferred else self._checked_bags()
+            return self._find_by_launches(batch)
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
 
-    def _of_launches(self, batch: Batch) -> Sequence[Bags]:
+    def _find_by_launches(self, batch: Batch) -> Sequence[Bags]:
         """The bags, found by launches that the host waits for."""
         found, most = self.context.bags_of(batch)
-        self._note_asked(most)
+        self._note_requested(most)
         return found
 
-    def _look(self) -> None:
+    def _check_request(self) -> None:
         """Waits until the host can know what the bags ask for, and looks. Raises what is wrong with them."""
         assert self._recorded is not None
-        self._is_later = False
-        self._note_asked(self._recorded.look())
+        self._is_check_deferred = False
+        self._note_requested(self._recorded.check())
 
     @property
     def _counts(self) -> Counts:
         """What it tells all ranks, as far as that is known."""
-        return Counts(self.batch, [*self._asks_for])
+        return Counts(self.batch, [*self._most_requested])
 
-    def _note_asked(self, most: Sequence[LargestRequest]) -> None:
+    def _note_requested(self, most: Sequence[LargestRequest]) -> None:
         """Notes how much it asks for, and warns where that is more than `max_ids`."""
-        self._asks_for = most
+        self._most_requested = most
         self.context.warn_if_longer(most)
 
-    def _looked_at(self) -> Sequence[Bags]:
-        """The bags as they are found, before anything is sent. As `_look`."""
-        found = self._found()
-        self._look()
+    def _checked_bags(self) -> Sequence[Bags]:
+        """The bags as they are found, before anything is sent. As `_check_request`."""
+        found = self._find_recorded()
+        self._check_request()
         return found
 
-    def _found(self) -> list[GpuBags]:
+    def _find_recorded(self) -> list[GpuBags]:
         """The bags as recorded launches find them. Does not synchronise."""
         assert self._recorded is not None
         assert self._given is not None
@@ -261,7 +263,7 @@ class ShardedCall:
         """Finds the bags, and pads them to one size, while the header is on its way. The recorded launches are this
         call's from here on."""
         assert self._recorded is not None
-        self._bags = self._found()
+        self._bags = self._find_recorded()
         self._recorded.pad()
 
     @property
@@ -274,11 +276,11 @@ class ShardedCall:
         """Whether sizes of exchanges are learned from what is asked for where the ranks have as many samples."""
         return self.context.recorded is not None and not self._is_captured
 
-    def _ask(self, *, ahead: bool, flag: int) -> list[Request]:
+    def _request_rows(self, *, ahead: bool, flag: int) -> list[Request]:
         """What is asked of each shard here."""
         context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
-        flag = (0 if ahead else flag) | ALONE * (not context.offers_ahead)
-        meanwhile = self._find_and_pad if self._is_later else None
+        flag = (0 if ahead else flag) | NO_PLANS_AHEAD * (not context.offers_ahead)
+        meanwhile = self._find_and_pad if self._is_check_deferred else None
         while True:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
             if header.set_by_any & PLANNED:  # others had a plan, which they now give up
@@ -287,10 +289,10 @@ class ShardedCall:
                 bounds = self._agreed_bounds(header)
             if bounds is not None:
                 break
-            if self._is_later:  # all need to know how much is asked for
+            if self._is_check_deferred:  # all need to know how much is asked for
                 try:
-                    self._look_at_once()
-                    self._bags = self._looked_at()
+                    self._check_at_once()
+                    self._bags = self._checked_bags()
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
@@ -298,14 +300,14 @@ class ShardedCall:
         if not context.eager_buffers.is_off and self._learns:
             with context.exchange.leaving_on_error():
                 context.eager_buffers.prepare(bounds)
-        self._told(header.flags)
+        self._note_announced(header.flags)
         self.announced, self._bounds = context.number, bounds
         with context.exchange.leaving_on_error():
-            return self._exchanged(header.samples)
+            return self._exchange_ids(header.samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
-        flag |= LATER * self._is_later
+        flag |= CHECK_DEFERRED * self._is_check_deferred
         header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
         _check_alike(header)
         return header
@@ -319,37 +321,39 @@ class ShardedCall:
         if self._is_captured or context.max_ids is not None:
             bounds = context.bounds(self.row_bound)
         if context.recorded is not None and self._learns:
-            bounds = context.recorded.agreed(self.batch, header.samples, most)
-            if not self._is_later:
-                context.recorded.note(header.samples, self._asks_for)
+            bounds = context.recorded.agreed_bounds(self.batch, header.samples, most)
+            if not self._is_check_deferred:
+                context.recorded.note(header.samples, self._most_requested)
         if bounds is not None and bounds_take(bounds, most):
             return bounds
-        return None if header.set_by_any & LATER else tuple(map(Bound.just, most))
+        return None if header.set_by_any & CHECK_DEFERRED else tuple(map(Bound.just, most))
 
-    def _exchanged(self, samples: list[int]) -> list[Request]:
+    def _exchange_ids(self, samples: list[int]) -> list[Request]:
         """What is asked of each shard, once the ids have come. `samples`: how many each rank has."""
         exchange, bounds = self.context.exchange, self._bounds
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
-                if not self._is_later:
+                if not self._is_check_deferred:
                     self._recorded.pad()
-                self._bags, asked = self._recorded.exchange()
-                return [*asked]
-            if self._is_later:  # they are padded for another one
-                self._bags = self._found()
+                self._bags, requested = self._recorded.exchange()
+                return [*requested]
+            if self._is_check_deferred:  # they are padded for another one
+                self._bags = self._find_recorded()
         requests = self.context.requests(samples, bounds)
         for bags, bound in zip(self._bags, bounds, strict=True):
             bags.pad(bound)
         messages = [part.message for request in requests for part in request.parts]
-        came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
-        for request, messages_of in zip(requests, self._by_shard(came), strict=True):
+        received = exchange.joined(
+            [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages
+        )
+        for request, messages_of in zip(requests, self._by_shard(received), strict=True):
             request.take(messages_of)
         return requests
 
-    def _told(self, flags: Sequence[int]) -> None:
+    def _note_announced(self, flags: Sequence[int]) -> None:
         """All ranks have announced the forward, or that they plan it."""
         self._flags = flags
-        self.context.plans_ahead = not flags[0] & ALONE
+        self.context.plans_ahead = not flags[0] & NO_PLANS_AHEAD
 
     def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
         """What there is of each part, shard by shard."""
@@ -375,7 +379,7 @@ class ShardedCall:
             with contextlib.suppress(TieredEmbError):
                 planned = shard.plan_ahead(executor, request, kind)
                 self._planned.append((shard.engine.planned, planned))
-        self._used()
+        self._mark_used()
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
@@ -384,55 +388,65 @@ class ShardedCall:
         What of any rank does not fit, which is known here at the latest, all ask for again, in larger blocks."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
-        of_ids = self._weights(weights)
+        weights_of_parts = self._exchange_weights(weights)
         failed: Exception | None = None
         answers: list[torch.Tensor] = []
-        every: list[torch.Tensor | None] = []
+        rows_of_all_ids: list[torch.Tensor | None] = []
         try:
-            self._follow()
+            self._record_stream()
             self._buffers = self._find_buffers()
             if context.stages_rows:
                 context.wait_for_stream(self._use.event)
             of_shards = zip(
-                context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._buffers), strict=True
+                context.shards,
+                self._requests,
+                self._by_shard(weights_of_parts),
+                self._by_shard(self._buffers),
+                strict=True,
             )
-            for shard, request, its, buffers in of_shards:
+            for shard, request, weights_of_shard, buffers in of_shards:
                 call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
                 call.rows_to = next((buffer.rows.to for buffer in buffers if buffer is not None), None)
-                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks))
+                found = request.look_up(
+                    call,
+                    weights_of_shard,
+                    context.output_dtype,
+                    trains=trains,
+                    every=any(self._requests_weight_gradient),
+                )
                 answers += found[0]
-                every += found[1]
+                rows_of_all_ids += found[1]
             sending = [
                 exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
                 for answer, part, bags, buffer in zip(answers, self._parts, self._bags, self._buffers, strict=True)
             ]
-            kept = self._rows_for_weights(every)
-            if self._is_later:
-                self._look_behind()
+            kept = self._rows_for_weights(rows_of_all_ids)
+            if self._is_check_deferred:
+                self._check_after_exchange()
         except Exception as error:
             failed = error
         if is_announced:
             header = context.announce(Phase.ROWS, counts=self._counts, error=failed)
         else:
-            flag = PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
+            flag = PLANNED | FETCHED | TRAINS * trains | NO_PLANS_AHEAD * (not context.offers_ahead)
             header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
             _check_alike(header)
             if not header.set_by_all & FETCHED:
                 return False
-            self._told(header.flags)
+            self._note_announced(header.flags)
         if not bounds_take(self._bounds, header.most):
-            self._ask_again()
+            self._request_again()
             return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._given = None
         with exchange.leaving_on_error():
-            self._rows = self._came(sending, ROWS)
+            self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.announced, trains=trains)
-            for bags, each in kept:
-                came = exchange.send(each, ROWS)
-                if self._asks[exchange.rank]:
-                    bags.keep(came)
+            for bags, rows_to_send in kept:
+                rows_of_ids = exchange.send(rows_to_send, ROWS)
+                if self._requests_weight_gradient[exchange.rank]:
+                    bags.keep(rows_of_ids)
         context.captures.rows_sent()
         return True
 
@@ -453,7 +467,7 @@ class ShardedCall:
         self._memory = None  # also of a forward that is captured among such as were planned ahead
         return [None] * len(self._bags)
 
-    def _came(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
+    def _receive(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
         """What comes of several of a `kind` that all ranks send, or write to where it is."""
         exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
         if written:
@@ -463,36 +477,36 @@ class ShardedCall:
             exchange.count(kind, each, len(each) - len(each) // exchange.size)
         return [each if isinstance(each, torch.Tensor) else exchange.send(each, kind) for each in sending]
 
-    def _look_behind(self) -> None:
+    def _check_after_exchange(self) -> None:
         """Looks what was asked for, which may not fit the exchange that it was sent in: waits until its ids were found,
         which was long before what the GPU does now. Raises what is wrong with them."""
         recorded = self.context.recorded
         assert self._recorded is not None
         assert recorded is not None
-        self._look()
-        recorded.note(self._recorded.samples, self._asks_for)
-        if not bounds_take(self._bounds, self._asks_for):
-            self._look_at_once()
+        self._check_request()
+        recorded.note(self._recorded.samples, self._most_requested)
+        if not bounds_take(self._bounds, self._most_requested):
+            self._check_at_once()
 
-    def _look_at_once(self) -> None:
+    def _check_at_once(self) -> None:
         """From now on, for a while."""
         assert self.context.recorded is not None
-        self.context.recorded.look_at_once()
+        self.context.recorded.check_at_once()
 
-    def _ask_again(self) -> None:
+    def _request_again(self) -> None:
         """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in larger blocks."""
-        self._give_up()
+        self._release_plans()
         self._planned, self._calls = [], []
         assert self._given is not None
         try:
-            self._bags = self._of_launches(self._given)
+            self._bags = self._find_by_launches(self._given)
         except Exception as error:
             self.context.announce(Phase.FORWARD, error=error)
             raise
         flag = self._flags[self.context.exchange.rank] & (WEIGHTED | GRADIENT | TRAINS)
-        self._requests = self._ask(ahead=False, flag=flag)
+        self._requests = self._request_rows(ahead=False, flag=flag)
 
-    def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _exchange_weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Of each part the weights of the ids that are asked of this rank, where it pools them."""
         found: list[torch.Tensor | None] = [None] * len(self._bags)
         if weights is None or not any(part.is_table_wise for part in self._parts):
@@ -500,7 +514,7 @@ class ShardedCall:
         exchange, failed = self.context.exchange, None
         sending: dict[int, Sending] = {}
         try:
-            self._follow(weights)
+            self._record_stream(weights)
             for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
                 mine = bags.sent_weights(weights)
                 if mine is not None:
@@ -514,21 +528,23 @@ class ShardedCall:
         return found
 
     @property
-    def _asks(self) -> list[bool]:
+    def _requests_weight_gradient(self) -> list[bool]:
         """Which ranks ask for the gradient of weights."""
         return [bool(flag & GRADIENT) for flag in self._flags]
 
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
         """The rows of ids that are pooled where they are, for those ranks that ask for the gradient of weights."""
-        exchange, kept, asks = self.context.exchange, [], self._asks
-        mine = asks[exchange.rank]
+        exchange, kept, requests_gradient = self.context.exchange, [], self._requests_weight_gradient
+        mine = requests_gradient[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None and not part.answer:
                 kept.append((bags, exchange.sending(rows, [], [])))
             elif rows is not None:
                 pieces = rows.split(part.order)
-                rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
-                sent = [n * is_asked for n, is_asked in zip(part.order, asks, strict=True)]
+                rows = torch.cat(
+                    [its for its, is_requested in zip(pieces, requests_gradient, strict=True) if is_requested]
+                )
+                sent = [n * is_requested for n, is_requested in zip(part.order, requests_gradient, strict=True)]
                 kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))
         return kept
 
@@ -545,16 +561,16 @@ class ShardedCall:
             for bags, rows in zip(self._bags, self._rows, strict=True):
                 bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
         self._rows = []
-        self._used()
+        self._mark_used()
         return out
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
-        self._follow(grad)
+        self._record_stream(grad)
         out = torch.zeros(self._n_ids, dtype=torch.float32, device=grad.device)
         for bags in self._bags:
             bags.weights_gradient(grad, out)
-        self._used()
+        self._mark_used()
         return out
 
     @ranged("update")
@@ -563,10 +579,10 @@ class ShardedCall:
         of the rows here would."""
         exchange, context = self.context.exchange, self.context
         self._use.join()  # at its end autograd has the current stream wait for those of leaves on a GPU alone
-        self._follow(grad)
+        self._record_stream(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         buffers, sending, kept = (
-            self._gradient_buffers(),
+            self._buffers_of_gradients(),
             list[list[Sending | torch.Tensor]](),
             list[torch.Tensor | None](),
         )
@@ -579,22 +595,22 @@ class ShardedCall:
             else:
                 scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to)
             given = [each for each in (rows, scale) if each is not None]
-            its = [exchange.sending(each, bags.grads, part.grads) for each in given]
-            sending.append([*its] if buffer is None else [buffer.grads.received, *its])
+            scales = [exchange.sending(each, bags.grads, part.grads) for each in given]
+            sending.append([*scales] if buffer is None else [buffer.grads.received, *scales])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
         for call in self._calls:
             check_update(call)
-        is_settled = all(request.keeps_gradients for request in self._requests)
-        return ReadyGradients(sending, kept, is_infinite, is_settled and all(len(its) == 1 for its in sending))
+        is_final = all(request.keeps_gradients for request in self._requests)
+        return ReadyGradients(sending, kept, is_infinite, is_final and all(len(scales) == 1 for scales in sending))
 
-    def _gradient_buffers(self) -> Sequence[PartBuffers | None]:
+    def _buffers_of_gradients(self) -> Sequence[PartBuffers | None]:
         """Of each part where its gradients are written to, which may begin now; None where they are sent."""
         eager = self.context.eager_buffers
         if self._memory is not eager:
             return self._buffers
         if not eager.owns_gradients(self.announced):
             return [None] * len(self._buffers)
-        eager.follow()
+        eager.wait_stream()
         return self._buffers
 
     def _is_infinite(self, grad: torch.Tensor) -> bool:
@@ -602,10 +618,10 @@ class ShardedCall:
         self.context.wait_for_stream()
         return not bool(is_finite)
 
-    def exchanged(self, ready: ReadyGradients) -> list[list[torch.Tensor]]:
+    def exchange_gradients(self, ready: ReadyGradients) -> list[list[torch.Tensor]]:
         """Of each part what this rank receives of what all ranks have had `ready`. Every rank takes part, and has
         agreed to."""
-        each = iter(self._came([each for its in ready.sending for each in its], GRADIENTS))
+        each = iter(self._receive([each for its in ready.sending for each in its], GRADIENTS))
         received = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
         for its, kept in zip(received, ready.kept, strict=True):
@@ -626,18 +642,18 @@ class ShardedCall:
             found.append((call, rows))
         return found
 
-    def _follow(self, *more: torch.Tensor) -> None:
+    def _record_stream(self, *more: torch.Tensor) -> None:
         """The current stream uses what was made of the call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
-        asked = (tensor for request in self._requests for tensor in request.tensors())
-        self._use.follow(itertools.chain(held, asked), more)
+        requested = (tensor for request in self._requests for tensor in request.tensors())
+        self._use.record_stream(itertools.chain(held, requested), more)
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""
-        self._give_up()
+        self._release_plans()
         self.over()
 
-    def _give_up(self) -> None:
+    def _release_plans(self) -> None:
         """What was planned of it, and looked up, may leave the caches."""
         for among, planned in self._planned:
             among.drop(planned)
@@ -648,14 +664,14 @@ class ShardedCall:
     def over(self) -> None:
         """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may
         be asked for yet."""
-        self._used()
+        self._mark_used()
         self._buffers = ()
         self.is_over = not self.keeps_rows
 
-    def _used(self) -> None:
+    def _mark_used(self) -> None:
         """The current stream uses what is known of the ids, so far."""
         if self._recorded is not None:
-            self._recorded.used()
+            self._recorded.mark_used()
 
 
 def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
@@ -684,10 +700,10 @@ def _check_alike(header: Header) -> None:
         )
 
 
-def _check_passed(passed: Sequence[int]) -> None:
+def _check_reached(reached_flags: Sequence[int]) -> None:
     """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
-    if passed.count(passed[0]) < len(passed):
-        reached = ", ".join(f"{each & MOST_TOLD} on rank {rank}" for rank, each in enumerate(passed))
+    if reached_flags.count(reached_flags[0]) < len(reached_flags):
+        reached = ", ".join(f"{each & MOST_COUNTED} on rank {rank}" for rank, each in enumerate(reached_flags))
         raise PeerError(
             f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
             f"backward through the same ones"

@@ -29,10 +29,10 @@ WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; b
 
 
 class FoundAhead:
-    """A forward that a captured step goes ahead to. `told`: of one that a graph has found, what it tells of its ids; it
-    was not known whether they fit exchanges of one size · `form`: the sizes of these."""
+    """A forward that a captured step goes ahead to. `report`: of one that a graph has found, what it tells of its ids;
+    it was not known whether they fit exchanges of one size · `form`: the sizes of these."""
 
-    told: torch.Tensor | None = None
+    report: torch.Tensor | None = None
     form: Bounds | None
 
 
@@ -42,7 +42,7 @@ class Captures(Agreement):
     def __init__(self, context: ShardedContext, finder: CountingFinder, make_batch: Callable[..., Batch]) -> None:
         self._context, self._finder, self._make_batch = context, finder, make_batch
         self._known: set[object] = set()  # what is looked up in the step that is being captured
-        self._told = self._steps = 0
+        self._failures_before = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
@@ -81,15 +81,15 @@ class Captures(Agreement):
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         """On the CPU, for words that a graph will tell."""
-        return self._finder.room()
+        return self._finder.report_buffer()
 
     def took(self, calls: Sequence[object]) -> bool:
         fits = True
         for call in calls:
-            if isinstance(call, FoundAhead) and call.told is not None:
-                most = self._finder.most(call.told)
+            if isinstance(call, FoundAhead) and call.report is not None:
+                most = self._finder.most(call.report)
                 self._context.note_rows(most)
                 fits &= call.form is not None and bounds_take(call.form, most)
         return fits
@@ -110,10 +110,10 @@ class Captures(Agreement):
         context.learn_rows(max(flags) >> (WAY_BITS + STEP_BITS))
         steps = [each >> WAY_BITS & ((1 << STEP_BITS) - 1) for each in flags]
         if len(set(steps)) > 1:
-            told = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
+            numbers = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
             raise PeerError(
                 f"the ranks run different ones of the steps that graph_step and graph_forward have made, in the order "
-                f"in which each first ran: {told}. Each rank has to run as many of each in the same order; an "
+                f"in which each first ran: {numbers}. Each rank has to run as many of each in the same order; an "
                 f"evaluation, too, takes as many batches on each"
             )
         return functools.reduce(operator.and_, flags) & ((1 << WAY_BITS) - 1)
@@ -121,7 +121,7 @@ class Captures(Agreement):
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
         exchange = self._context.exchange
-        self._told = exchange.failures
+        self._failures_before = exchange.failures
         self._buffers = self._make_buffers(len(given), ahead=bool(planned))
         self._known = {identity(each) for each in (*given, *planned)}
         try:
@@ -145,15 +145,15 @@ class Captures(Agreement):
         made = self.symmetric.make(specs)
         if made is None:
             return iter(())
-        its = iter(made)
-        return self._in_turn(
+        allocated = iter(made)
+        return self._behind_barrier(
             [
-                [None if part.is_table_wise else PartBuffers(next(its), next(its)) for part, _ in parts]
+                [None if part.is_table_wise else PartBuffers(next(allocated), next(allocated)) for part, _ in parts]
                 for _ in range(calls)
             ]
         )
 
-    def _in_turn(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
+    def _behind_barrier(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
         """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
         earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
         self.symmetric.barrier()
@@ -169,7 +169,7 @@ class Captures(Agreement):
 
     def not_captured(self, error: Exception) -> None:
         exchange = self._context.exchange
-        if exchange.size > 1 and exchange.failures == self._told:  # else all ranks know of it
+        if exchange.size > 1 and exchange.failures == self._failures_before:  # else all ranks know of it
             self._context.announce(Phase.STEP, error=error)
 
     def rows_sent(self) -> None:

@@ -196,7 +196,7 @@ class ShardedContext:
     def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
         """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
         its = iter(bounds)
-        return [shard.requests.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
+        return [shard.request_layout.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
 
     def check_capacity(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""

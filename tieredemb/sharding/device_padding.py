@@ -76,7 +76,7 @@ def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int
     """Puts messages in order that have come, int64 (W · (F + bound),). `rows`: how many go back to each rank, if not
     one for each entry. Does not synchronise."""
     device, entries, pieces = values.device, ranks * bound, ranks * features
-    came = struct_type(PADDING, "Messages")(values=values.contiguous(), bound=bound, ranks=ranks, features=features)
+    messages = struct_type(PADDING, "Messages")(values=values.contiguous(), bound=bound, ranks=ranks, features=features)
     ends, shift, each = values.new_empty(pieces), values.new_empty(pieces), values.new_empty(ranks)
     edges, joined, entry, ids = (values.new_empty(n) for n in (features + 1, entries, entries, entries))
     row = torch.empty(entries, dtype=torch.int32, device=device)
@@ -84,12 +84,12 @@ def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int
     firsts: torch.Tensor | int = 0
     blocks = blocks_for(entries, THREADS)
     with on_device(device):
-        kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, came, ends, shift, edges, each)
+        kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, messages, ends, shift, edges, each)
         if rows is not None:
             is_first = torch.empty_like(row)
-            kernel(PADDING, "firsts_mark")(blocks, THREADS, came, each, is_first)
+            kernel(PADDING, "firsts_mark")(blocks, THREADS, messages, each, is_first)
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
         kernel(PADDING, "ids_join")(
-            blocks, THREADS, came, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
+            blocks, THREADS, messages, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
         )
     return Joined(edges, joined, entry, ids, row, picked)

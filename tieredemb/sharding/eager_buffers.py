@@ -100,7 +100,7 @@ class EagerBuffers:
         memory = self._memory
         if memory is None or not self._fits(bounds):
             return None
-        memory.follow()
+        memory.wait_stream()
         key = (bounds, self._next)
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
@@ -118,10 +118,10 @@ class EagerBuffers:
             views.append(PartBuffers(rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)))
         return views
 
-    def follow(self) -> None:
-        """See `Barrier.follow`."""
+    def wait_stream(self) -> None:
+        """See `Barrier.wait_stream`."""
         assert self._memory is not None
-        self._memory.follow()
+        self._memory.wait_stream()
 
     def barrier(self) -> None:
         """See `SymmetricMemory.barrier`."""

@@ -50,7 +50,7 @@ class Following:
                 "in_state_dict": repr(in_state_dict),
             },
         )
-        before = _Before(optimizer, [each.engine.optimizer for each in states.shards])
+        before = _Snapshot(optimizer, [each.engine.optimizer for each in states.shards])
         try:
             agreed(announce, lambda: self._begin(optimizer, group))
         except BaseException:
@@ -160,12 +160,12 @@ class Following:
             assert self._optimizer is not None
             groups, saved = self._optimizer.param_groups, groups_of(state_dict)
             state.update(state_of(state_dict))
-            sizes, its = ([len(each["params"]) for each in found] for found in (groups, saved))
-            if sizes != its:
+            sizes, saved_sizes = ([len(each["params"]) for each in found] for found in (groups, saved))
+            if sizes != saved_sizes:
                 raise InvalidInputError(
-                    f"the state dict is of param groups of {its} params, and this optimizer has {sizes}: it doesn't "
-                    f"match the size; load one of an optimizer that has the same params in the same order, tables "
-                    f"behind those that it was built over"
+                    f"the state dict is of param groups of {saved_sizes} params, and this optimizer has {sizes}: it "
+                    f"doesn't match the size; load one of an optimizer that has the same params in the same order, "
+                    f"tables behind those that it was built over"
                 )
             for table, (g, at) in self._places(groups).items():
                 for _, followed in self._followed():
@@ -186,20 +186,20 @@ class Following:
             self._states.set(loading, lambda: None)
 
 
-class _Before:
+class _Snapshot:
     """What an optimizer had before tables began to follow it, and whether they did already."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, those: Sequence[Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, optimizers: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._lists = [
             {name: list(group[name]) for name in ("params", "param_names") if name in group}
             for group in optimizer.param_groups
         ]
-        self._did = [getattr(each, "optimizer", None) is optimizer for each in those]
+        self._was_followed = [getattr(each, "optimizer", None) is optimizer for each in optimizers]
 
-    def restore(self, those: Sequence[Any]) -> None:
-        for did, each in zip(self._did, those, strict=True):
-            if not did and getattr(each, "optimizer", None) is self._optimizer:
+    def restore(self, optimizers: Sequence[Any]) -> None:
+        for was_followed, each in zip(self._was_followed, optimizers, strict=True):
+            if not was_followed and getattr(each, "optimizer", None) is self._optimizer:
                 each.unfollow()
         for group, lists in zip(self._optimizer.param_groups, self._lists, strict=True):
             for name, values in lists.items():

@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, copied, each_asked, message, whole_sizes
+from tieredemb.sharding.padding import Padding, copied, message, plain_ids, table_wise_sizes
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -78,7 +78,7 @@ class GpuPart:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         self._padding_keys = upload(part.padding_keys)
-        self._dealt = struct_type(OWNERS, "Dealt")(
+        self._row_owners = struct_type(OWNERS, "RowOwners")(
             first=upload(space.first), table=upload(tables), owner=upload(part.owner), ranks=part.ranks,
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
@@ -93,20 +93,20 @@ class GpuPart:
         if not self.is_table_wise:
             device_padding.prepare(device)
 
-    def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
+    def find(self, batch: Batch, words: BagInputs, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
         """The bags, whose `counts`, int64 (W, 2 F), are added to (`largest_requests`). `finds_firsts`: whether ids that
         were asked for before are inverted. Does not synchronise."""
-        bags = self._found(batch, words)
-        order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
+        bags = self._find_bags(batch, words)
+        order, requested = self._find_requests(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
         if not self.is_table_wise:
-            return GpuBags(self, bags, order, asked, counts)
-        return GpuTableWiseBags(self, bags, order, asked, counts, self._lengths(bags))
+            return GpuBags(self, bags, order, requested, counts)
+        return GpuTableWiseBags(self, bags, order, requested, counts, self._lengths(bags))
 
-    def count(self, batch: Batch, words: FoundWords, counts: torch.Tensor) -> None:
+    def count(self, batch: Batch, words: BagInputs, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, of ids alone. Does not synchronise."""
-        self._own(self._found(batch, words), counts, 0, 0)
+        self._find_owners(self._find_bags(batch, words), counts, 0, 0)
 
-    def _found(self, batch: Batch, words: FoundWords) -> DeviceBags:
+    def _find_bags(self, batch: Batch, words: BagInputs) -> DeviceBags:
         space, places = self.space, batch.places
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
@@ -122,7 +122,7 @@ class GpuPart:
         feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
         return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)
 
-    def _own(
+    def _find_owners(
         self, bags: DeviceBags, counts: torch.Tensor, cells: torch.Tensor | int, cell: torch.Tensor | int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each occurrence the rank that owns its row, int32 (N,), and the row's number there, int64 (N,); writes
@@ -130,12 +130,14 @@ class GpuPart:
         n = bags.keys.shape[0]
         owner, local = torch.empty(n, dtype=torch.int32, device=counts.device), torch.empty_like(bags.keys)
         kernel(OWNERS, "owners_find")(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._dealt,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._row_owners,
             owner, local, counts.data_ptr(), counts.stride(0), cells, CELLS * n + 1, cell,
         )  # fmt: skip
         return owner, local
 
-    def _ask(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _find_requests(
+        self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The occurrences that are asked for, by rank, and what is asked, both int64 (N,), of which `counts` says how
         many they are; writes the homes of `bags`, which are where rows will be among those that come."""
         n, size, stride, device = bags.keys.shape[0], max(1, bags.batch), counts.stride(0), counts.device
@@ -145,7 +147,7 @@ class GpuPart:
         if finds_firsts:  # else each occurrence is asked for
             cells = torch.zeros(n_cells, dtype=torch.int32, device=device)
             cell = torch.empty(n, dtype=torch.int32, device=device)
-        owner, local = self._own(bags, counts, cells, cell)
+        owner, local = self._find_owners(bags, counts, cells, cell)
         # of few bits, as a sort takes them eight at a time
         owner, order = torch.sort(owner.to(torch.uint8 if self.ranks < 255 else torch.int16), stable=True)
         owner = owner.to(torch.int32)
@@ -156,11 +158,11 @@ class GpuPart:
                 counts[:, len(self.owner) :].data_ptr(), stride,
             )  # fmt: skip
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
-        asked = torch.empty_like(local)
-        kernel(OWNERS, "asked_place")(
-            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, asked, bags.homes
+        requested = torch.empty_like(local)
+        kernel(OWNERS, "requests_place")(
+            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, requested, bags.homes
         )
-        return order, asked
+        return order, requested
 
     def _lengths(self, bags: DeviceBags) -> torch.Tensor:
         """How many ids of each bag are asked for: int64 (F, B)."""
@@ -170,7 +172,7 @@ class GpuPart:
         return before[offsets].diff().view(len(self.owner), bags.batch)
 
     def gradient(
-        self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, share: float
+        self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, divisor: float
     ) -> torch.Tensor:
         """The gradients of the occurrences `order`, int64 (K,): float32 (K, D); see `Bags.gradient`."""
         n = order.shape[0]
@@ -178,7 +180,7 @@ class GpuPart:
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *self._alignment(grad))
         gradient(
             blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
-            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, rows,
+            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, divisor, rows,
         )  # fmt: skip
         return rows
 
@@ -188,7 +190,7 @@ class GpuPart:
         order: torch.Tensor,
         grad: torch.Tensor,
         argmax: torch.Tensor | None,
-        share: float,
+        divisor: float,
         to: RowSpread,
     ) -> None:
         """Writes those of the occurrences `order`, int64 (`to.rows`,), to the memory of several ranks."""
@@ -196,7 +198,7 @@ class GpuPart:
         gradient = kernel(OCCURRENCES, "occurrences_spread", *self._gradient, *self._alignment(grad))
         gradient(
             blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, bags.bag, max(1, bags.batch),
-            self.space.column, self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share,
+            self.space.column, self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, divisor,
             to.of(OCCURRENCES),
         )  # fmt: skip
 
@@ -207,7 +209,7 @@ class GpuPart:
         return () if fits else UNALIGNED
 
 
-class FoundWords(NamedTuple):
+class BagInputs(NamedTuple):
     """What bags are found in, `ids` int64 (N,) and `edges`, and where it is told what is wrong: see
     `find_device_bags`."""
 
@@ -221,19 +223,19 @@ class GpuBags:
     """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, the home of each
     occurrence being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
     grads: list[int]
 
     def __init__(
-        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, counts: torch.Tensor
+        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, requested: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """`order`, `asked`: int64 (N,), by rank, the first ones, as many as `counts` say, int64 (W, 2 F)."""
+        """`order`, `requested`: int64 (N,), by rank, the first ones, as many as `counts` say, int64 (W, 2 F)."""
         self._part, self._bags = part, bags
         self._order, self._counts = order, counts
-        self.asked = self._rows_asked = asked
+        self.requested = self._requested_rows = requested
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -245,8 +247,14 @@ class GpuBags:
         features, ranks = len(self._part.owner), self._part.ranks
         self.ids, self.grads, self.back = [bound.ids] * ranks, [bound.ids] * ranks, [bound.rows] * ranks
         self.sent = [features + bound.ids] * ranks
-        self._order, self.asked = device_padding.pad_bags(
-            self._counts, features, self._order, self._rows_asked, self._bags.homes, bound=bound.ids, rows=bound.rows
+        self._order, self.requested = device_padding.pad_bags(
+            self._counts,
+            features,
+            self._order,
+            self._requested_rows,
+            self._bags.homes,
+            bound=bound.ids,
+            rows=bound.rows,
         )
 
     def _pad_each(self, bound: Bound) -> None:
@@ -257,13 +265,13 @@ class GpuBags:
         padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
         self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
-        self._send(counts, padding.pad(each_asked(self._rows_asked)))
+        self._send(counts, padding.pad(plain_ids(self._requested_rows)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
         """Asks for nothing unless it `is_good`, bool (1,) on the device, where `counts` are zero already if not."""
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        self.asked, self.sent = message(counts, ids)
+        self.requested, self.sent = message(counts, ids)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -296,27 +304,27 @@ class GpuBags:
             else:  # what belongs to other widths has no position of its own, and a gradient of zero
                 out.index_add_(0, bags.position, gradient)
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         bags, lookup = self._bags, self._part.lookup
         if not bags.homes.shape[0]:  # entries, if there are any, are nobody's
             none = grad.new_zeros((self._order.shape[0], self._part.width))
             return none, none[:, 0] if self._weights is not None or lookup.has_mean else None
         with on_device(grad.device):
-            return self._part.gradient(bags, self._order, grad, self._argmax, share), self._scale()
+            return self._part.gradient(bags, self._order, grad, self._argmax, divisor), self._scale()
 
-    def send_gradient(self, grad: torch.Tensor, share: float, to: RowSpread) -> torch.Tensor | None:
+    def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread) -> torch.Tensor | None:
         """Writes the gradients to their owners' memory; returns what they are to be multiplied by, as `gradient`."""
         bags = self._bags
         with on_device(grad.device):
             if bags.homes.shape[0]:
-                self._part.send_gradient(bags, self._order, grad, self._argmax, share, to)
+                self._part.send_gradient(bags, self._order, grad, self._argmax, divisor, to)
                 return self._scale()
             # all entries are nobody's, and zero: not what was written there before, which may be no number
             none = replace(bags, bag=bags.bag.new_zeros(1), batch=1)
             zero, argmax = grad.new_zeros((1, grad.shape[1])), self._argmax
             argmax = None if argmax is None else argmax.new_full(zero.shape, -1)
-            self._part.send_gradient(none, self._order, zero, argmax, share, to)
-            return self.gradient(grad, share)[1]
+            self._part.send_gradient(none, self._order, zero, argmax, divisor, to)
+            return self.gradient(grad, divisor)[1]
 
     def _scale(self) -> torch.Tensor | None:
         """What the gradients are to be multiplied by, of each that is sent."""
@@ -326,17 +334,17 @@ class GpuBags:
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counts)
+        held = (*vars(self._bags).values(), self._order, self.requested, self._requested_rows, self._counts)
         held += (self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others.
         Behind `pad`."""
         named = vars(self._bags).items()
-        lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
-        self._bags, self._order = replace(self._bags, **lying), put(self._order)
-        self.asked = self._rows_asked = self._counts = self._order[:0]  # they are sent
+        relocated: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
+        self._bags, self._order = replace(self._bags, **relocated), put(self._order)
+        self.requested = self._requested_rows = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
         """That of another forward, which a replay has found out to where this one lies."""
@@ -354,12 +362,12 @@ class GpuTableWiseBags(GpuBags):
         part: GpuPart,
         bags: DeviceBags,
         order: torch.Tensor,
-        asked: torch.Tensor,
+        requested: torch.Tensor,
         counts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
         """`lengths`: int64 (F, B), how many ids of each bag are asked for."""
-        super().__init__(part, bags, order, asked, counts)
+        super().__init__(part, bags, order, requested, counts)
         self._lengths = lengths
 
     def pad(self, bound: Bound) -> None:
@@ -370,16 +378,16 @@ class GpuTableWiseBags(GpuBags):
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         part = self._part.part
-        self.back, self.grads = whole_sizes(part.held, part.copies, self._bags.batch)
+        self.back, self.grads = table_wise_sizes(part.held, part.copies, self._bags.batch)
         lengths = self._lengths.index_select(0, self._part.by_rank)
-        self.asked, self.sent = message(counts, ids, lengths, part.held, part.copies)
+        self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
         if not self._bags.homes.shape[0]:
             return given.new_zeros(sum(self.ids))
-        its = (given if self._bags.position is None else given[self._bags.position])[self._order]
-        return copied(its, self._part.part.copies)
+        sent = (given if self._bags.position is None else given[self._bags.position])[self._order]
+        return copied(sent, self._part.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         with on_device(every.device):
@@ -393,19 +401,19 @@ class GpuTableWiseBags(GpuBags):
         bags = rows.view(features, self._bags.batch, self._part.width).transpose(0, 1)
         out.index_copy_(1, self._part.columns, bags.reshape(self._bags.batch, features * self._part.width))
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         features, width = len(self._part.owner), self._part.width
         rows = grad.index_select(1, self._part.columns).view(self._bags.batch, features, width).transpose(0, 1)
-        if share != 1.0:  # by a tensor, as a number would be inverted first
-            rows = rows / torch.full((1,), share, dtype=torch.float32, device=grad.device)
+        if divisor != 1.0:  # by a tensor, as a number would be inverted first
+            rows = rows / torch.full((1,), divisor, dtype=torch.float32, device=grad.device)
         return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._lengths]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().lie(put)
-        self._lengths = self.asked  # they are sent, too
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().relocate(put)
+        self._lengths = self.requested  # they are sent, too
 
 
 class GpuFinder:
@@ -447,7 +455,7 @@ class GpuFinder:
     def most(self, words: torch.Tensor) -> list[LargestRequest]:
         return largest_requests(self._counts_in(words))
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
@@ -467,16 +475,16 @@ class GpuFinder:
         fault, report = words_of("Fault"), words_of("Report")
         with on_device(self._device):
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
-            given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
+            given = BagInputs(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
             each = torch.split(counts, self._columns, 1)
             of_parts = zip(self._parts, each, strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 
-    def _counts_in(self, told: torch.Tensor) -> list[Array]:
+    def _counts_in(self, report_words: torch.Tensor) -> list[Array]:
         """The counts, of each part, int64 (W, 2 F), which lie among the words behind the fault, on the CPU. Raises
         what these say is wrong."""
-        report, words = words_of("Report"), told.numpy()
+        report, words = words_of("Report"), report_words.numpy()
         error = fault_in(words[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error

@@ -17,7 +17,7 @@ from tieredemb.sharding.bags import Bags, Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
-from tieredemb.sharding.padding import Padding, each_asked, message
+from tieredemb.sharding.padding import Padding, message, plain_ids
 from tieredemb.sharding.table_wise_bags import HostTableWiseBags
 from tieredemb.step.batch import Batch
 
@@ -48,19 +48,19 @@ class HostFinder:
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """What is wrong is known at once."""
-        return self(batch)[0], self.room()
+        return self(batch)[0], self.report_buffer()
 
     def most(self, words: torch.Tensor) -> list[LargestRequest]:
         return [LargestRequest(0, 0)] * len(self._parts)
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class HostBags:
     """See `Bags`: of tables that are dealt out. `counts`: see `largest_requests`."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
@@ -78,7 +78,7 @@ class HostBags:
         self._padding: Array | None = None  # which occurrences are sent, and add nothing to their bags
         if part.sends_padding:
             self._padding = bags.keys == part.padding_keys[bags.feature]
-        self._asked = torch.from_numpy(found.asked)
+        self._requested = torch.from_numpy(found.requested)
         self.counts = np.concatenate([found.counts, found.firsts], 1)
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
@@ -86,15 +86,15 @@ class HostBags:
     def pad(self, bound: Bound) -> None:
         counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)
         padding, order = Padding(counts.sum(1), bound.ids), self._order
-        homes, asked, rows = torch.from_numpy(self._homes), self._asked, bound.rows
+        homes, requested, rows = torch.from_numpy(self._homes), self._requested, bound.rows
         if rows is None:
             rows = bound.ids
             padding.place(homes, torch.from_numpy(order))
-            asked = each_asked(asked)
+            requested = plain_ids(requested)
         else:
             Padding(firsts.sum(1), rows).move(homes)
         self._order = padding.pad(torch.from_numpy(order)).numpy()
-        self.asked, self.sent = message(counts, padding.pad(asked))
+        self.requested, self.sent = message(counts, padding.pad(requested))
         self.ids = self.grads = [bound.ids] * len(counts)
         self.back = [rows] * len(counts)
 
@@ -128,7 +128,7 @@ class HostBags:
         gradient = weights_gradient(self._rows, self._read(), self._bags, self.space, grad.numpy())
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         space, order, width = self.space, self._order, self.space.width
         if not len(self._homes):  # entries, if there are any, are nobody's
             none, scaled = torch.zeros((len(order), width), device="cpu"), self._is_weighted or space.has_mean
@@ -138,10 +138,10 @@ class HostBags:
         samples = self._bags.sample[order][:, None]
         rows = grad.numpy()[samples, columns]
         if space.has_max:
-            others = (space.mode[feature] == MAX)[:, None] & (self._argmax[samples, columns] != order[:, None])
-            rows[others] = 0.0
-        if share != 1.0:
-            rows /= np.float32(share)
+            is_not_maximum = (space.mode[feature] == MAX)[:, None] & (self._argmax[samples, columns] != order[:, None])
+            rows[is_not_maximum] = 0.0
+        if divisor != 1.0:
+            rows /= np.float32(divisor)
         if not self._is_weighted and not space.has_mean:
             return torch.from_numpy(rows), None
         scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._read())

@@ -7,7 +7,7 @@
 
 // Of the features of a key space: the first key of the table of each, the number of that in the collection, and the
 // rank that holds it whole, or −1 where its rows are dealt out to all `ranks`.
-struct Dealt {
+struct RowOwners {
     const i64 *first, *table, *owner;
     int ranks;
 };
@@ -38,19 +38,19 @@ __device__ __forceinline__ int enter(int *cells, i64 n_cells, const i64 *keys, i
 // Of each occurrence the rank that owns its row, or `ranks` where nothing is looked up, and the row's number there; and
 // its cell, where `cells` are given, which come empty. Adds to `counts`, of each rank a row of `stride`, how many
 // occurrences of each feature it owns. Moves 12 + 12 bytes an occurrence, and with cells 12 more at random.
-extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i64 batch, Dealt dealt, int *owner,
+extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i64 batch, RowOwners row_owners, int *owner,
                                        i64 *local, i64 *counts, i64 stride, int *cells, i64 n_cells, int *cell) {
     wait_for_prior_kernel();
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {  // whole warps
         const i64 i = base + threadIdx.x;
         const i64 key = i < n ? keys[i] : -1;
-        int rank = dealt.ranks, feature = 0;
+        int rank = row_owners.ranks, feature = 0;
         if (key >= 0) {
             feature = bag[i] / (int)batch;
-            const i64 row = key - dealt.first[feature];
-            rank = (int)dealt.owner[feature];
-            local[i] = rank < 0 ? row / dealt.ranks : row;
-            if (rank < 0) rank = (int)((row + dealt.table[feature]) % dealt.ranks);
+            const i64 row = key - row_owners.first[feature];
+            rank = (int)row_owners.owner[feature];
+            local[i] = rank < 0 ? row / row_owners.ranks : row;
+            if (rank < 0) rank = (int)((row + row_owners.table[feature]) % row_owners.ranks);
         }
         if (i < n) owner[i] = rank;
         if (cells && key >= 0) cell[i] = enter(cells, n_cells, keys, (int)i);
@@ -83,7 +83,7 @@ extern "C" __global__ void firsts_find(const int *owner, const i64 *order, const
 // What is asked for, in that order. Writes the rows' numbers, and as homes of the occurrences where their rows will be
 // among those that come; other occurrences keep theirs. Where `cells` are given, one row comes for all occurrences of
 // it, and the numbers of those that are not the first are inverted. `firsts`: how many of `is_first` are up to each.
-extern "C" __global__ void asked_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks,
+extern "C" __global__ void requests_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks,
                                        const int *cells, const int *cell, const int *place, const int *firsts, i64 *ids,
                                        int *homes) {
     wait_for_prior_kernel();

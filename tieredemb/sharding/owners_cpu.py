@@ -26,15 +26,15 @@ CELLS = 2  # of an occurrence
 
 class Owners(NamedTuple):
     """What is asked of whom. `counts`, `firsts`: int64 (W, F), how many occurrences of each feature a rank owns the row
-    of, and how many of these are the first of theirs · `order`: int64 (K,), by rank, those occurrences · `asked`: int64
-    (K,), of each the number of the row among those that its owner holds of a table, inverted (~) where it is not the
-    first · `homes`: int32 (N,), of each occurrence where its row is among those that come back, one of each first
+    of, and how many of these are the first of theirs · `order`: int64 (K,), by rank, those occurrences · `requested`:
+    int64 (K,), of each the number of the row among those that its owner holds of a table, inverted (~) where it is not
+    the first · `homes`: int32 (N,), of each occurrence where its row is among those that come back, one of each first
     occurrence; `DROPPED` for padding."""
 
     counts: Array
     firsts: Array
     order: Array
-    asked: Array
+    requested: Array
     homes: Array
 
 
@@ -47,10 +47,10 @@ def find_owners(bags: Bags, space: KeySpace, ranks: int) -> Owners:
     owner, number, homes = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
     bounds = even_bounds(tables, GRAIN * tables // max(1, n))
     parallel_for(owners_find, bounds, *of, owner, number, counts, firsts)
-    asked = np.empty(counts.sum(), np.int64)
-    order = np.empty_like(asked)
-    parallel_for(asked_place, bounds, *of, owner, number, _starts(counts), _starts(firsts), order, asked, homes)
-    return Owners(counts, firsts, order, asked, homes)
+    requested = np.empty(counts.sum(), np.int64)
+    order = np.empty_like(requested)
+    parallel_for(requests_place, bounds, *of, owner, number, _starts(counts), _starts(firsts), order, requested, homes)
+    return Owners(counts, firsts, order, requested, homes)
 
 
 def _starts(counts: Array) -> Array:
@@ -99,10 +99,12 @@ def owners_find(lo, hi, keys, edges, features, start, names, ranks, owner, numbe
 
 
 @over_ranges
-def asked_place(lo, hi, keys, edges, features, start, names, ranks, owner, number, ask, row, order, asked, homes):
-    """Of the occurrences of tables lo … hi − 1, in their order, what is asked, and where their rows will be. `ask`,
-    `row`: int64 (W, F), where the occurrences of a rank and feature begin among those that are asked for, which is
-    counted on, and the first ones among these. Moves 40 bytes an occurrence."""
+def requests_place(
+    lo, hi, keys, edges, features, start, names, ranks, owner, number, next_entry, first_row, order, requested, homes
+):
+    """Of the occurrences of tables lo … hi − 1, in their order, what is asked, and where their rows will be.
+    `next_entry`, `first_row`: int64 (W, F), where the occurrences of a rank and feature begin among those that are
+    asked for, which is counted on, and the first ones among these. Moves 40 bytes an occurrence."""
     for table in range(lo, hi):
         for feature in range(features[table], features[table + 1]):
             for i in range(edges[feature], edges[feature + 1]):
@@ -110,13 +112,13 @@ def asked_place(lo, hi, keys, edges, features, start, names, ranks, owner, numbe
                 if rank < 0:
                     homes[i] = DROPPED
                     continue
-                k = ask[rank, feature]
-                ask[rank, feature] += 1
+                k = next_entry[rank, feature]
+                next_entry[rank, feature] += 1
                 local = np.int64(np.uint64(keys[i] - start[table]) // np.uint64(ranks))
                 order[k] = i
                 if number[i] >= 0:
-                    homes[i] = row[rank, feature] + number[i]
-                    asked[k] = local
+                    homes[i] = first_row[rank, feature] + number[i]
+                    requested[k] = local
                 else:
                     homes[i] = homes[~number[i]]
-                    asked[k] = ~local
+                    requested[k] = ~local

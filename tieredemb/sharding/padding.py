@@ -62,12 +62,12 @@ def firsts_of(ids: torch.Tensor, counts: torch.Tensor, bound: int) -> torch.Tens
     is_first = (blocks >= 0) & (number < counts[:, None])
     before = torch.cumsum(is_first.view(-1), 0).view_as(blocks) - 1  # as one: a GPU scans each of few rows by one block
     at = before - (before[:, :1] + 1 - is_first[:, :1].long())
-    goes = is_first & (at < bound)
+    is_returned = is_first & (at < bound)
     at += torch.arange(len(counts), device=ids.device)[:, None] * bound
-    return torch.where(goes, at, len(counts) * bound).view(-1)
+    return torch.where(is_returned, at, len(counts) * bound).view(-1)
 
 
-def each_asked(ids: torch.Tensor) -> torch.Tensor:
+def plain_ids(ids: torch.Tensor) -> torch.Tensor:
     """Ids as they are, of which those that were asked for before may be inverted."""
     return ids ^ (ids >> 63)
 
@@ -106,14 +106,14 @@ def message(
     return Message(values if copies == 1 else copied(values, copies), sizes * copies)
 
 
-def whole_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
+def table_wise_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
     """Of a part of whole tables, the `back` and the `grads` of `Bags` of so many samples. `held`, `copies`: of
     `message`."""
     bags = [features * samples for features in held] * copies
     return bags if copies == 1 else [], bags
 
 
-class Came(NamedTuple):
+class ReceivedMessages(NamedTuple):
     """The messages of all ranks, read. `counts`: int64 (W, F), of each rank, `bound` in all at most · `ids`: int64
     (W · bound,) · `lengths`: int64 (F′, ΣB), of the features that this rank holds, in these rank by rank."""
 
@@ -127,7 +127,7 @@ def sizes_of(features: int, bound: int, held: int, samples: Sequence[int]) -> li
     return [features + bound + held * each for each in samples]
 
 
-def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> Came:
+def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> ReceivedMessages:
     """Reads messages of `sizes_of` these."""
     pieces = torch.split(values, sizes_of(features, bound, held, samples))
     counts = torch.stack([piece[:features] for piece in pieces])
@@ -136,6 +136,6 @@ def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Se
     ends = torch.cumsum(counts, 1).clamp_(0, bound)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
     if not held:
-        return Came(counts, ids, None)
+        return ReceivedMessages(counts, ids, None)
     lengths = [piece[features + bound :].view(held, each) for piece, each in zip(pieces, samples, strict=True)]
-    return Came(counts, ids, torch.cat(lengths, 1))
+    return ReceivedMessages(counts, ids, torch.cat(lengths, 1))

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class PersistentMemory:
-    """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `told`.
+    """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `report`.
     `plans`: where each shard's plan does, once there are any."""
 
-    def __init__(self, found: Sequence[torch.Tensor], told: torch.Tensor) -> None:
-        self.told = told
+    def __init__(self, found: Sequence[torch.Tensor], report: torch.Tensor) -> None:
+        self.report = report
         self.tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in found]
         self.plans: list[CallMemory] = []
 
@@ -71,23 +71,23 @@ class PersistentCall(ShardedCall, FoundAhead):
             return tensor
 
         for each in self._known:
-            each.lie(note)
+            each.relocate(note)
         if memory is None or not memory.fits(found):
             cache = device_groups(context.shards[0].engine.tables.groups)[0].cache
             with cache.memory():
-                memory = PersistentMemory(found, context.captures.room())
+                memory = PersistentMemory(found, context.captures.report_buffer())
         memory.fill(found)
         if self._words is not None:
-            self.told = memory.told.copy_(self._words, non_blocking=True)
-        its = iter(memory.tensors)
+            self.report = memory.report.copy_(self._words, non_blocking=True)
+        tensors = iter(memory.tensors)
         for each in self._known:
-            each.lie(lambda _: next(its))
+            each.relocate(lambda _: next(tensors))
         self.memory = memory
-        self._use.made()
+        self._use.record_made()
         self._plans: list[DeviceCall] = []
 
-    def _note_asked(self, most: Sequence[LargestRequest]) -> None:
-        super()._note_asked(most)
+    def _note_requested(self, most: Sequence[LargestRequest]) -> None:
+        super()._note_requested(most)
         self.context.note_rows(most)
 
     @property
@@ -115,13 +115,13 @@ class PersistentCall(ShardedCall, FoundAhead):
 
     def rebind(self, tickets: Sequence[DeviceTicket]) -> PersistentCall:
         """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
-        call, its = shallow_copy(self), iter(tickets)
+        call, tickets_of_parts = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call._bags = [each.rebind() for each in self._bags]
         call._requests = [each.rebind() for each in self._requests]
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
         for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
-            rebound = plan.rebind([next(its) for _ in plan.parts])
+            rebound = plan.rebind([next(tickets_of_parts) for _ in plan.parts])
             planned = Planned([(shard.engine.tables, request.batch.given)], CompletedFuture(rebound))
             shard.engine.planned.add(planned)
             call._plans.append(rebound)

@@ -1,4 +1,4 @@
-"""What a sharded collection needs of the ranks that hold it: of several (`distributed_ranks`) or of one (`single_rank`)."""
+"""What a sharded collection needs of the ranks that hold it: several (`distributed_ranks`) or one (`single_rank`)."""
 
 from __future__ import annotations
 

@@ -47,8 +47,10 @@ MOST_FORMS = 4  # that are recorded, those used last
 MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
 MOST_BOUNDS = 64  # that are known, for as many numbers of samples, those used last
 LOOSE = 2  # × what a batch needs with some room: of a larger bound the rest would be sent in vain
-LEAST_ROOM = 64  # ids or rows: of a bound below that the rest is sent all the same, as nearly empty parts come and go
-CAREFUL = 16  # forwards that look first, after one that did not fit
+SMALLEST_BOUND = (
+    64  # ids or rows: of a bound below that the rest is sent all the same, as nearly empty parts come and go
+)
+CHECKED_FIRST = 16  # forwards that look first, after one that did not fit
 
 
 class Form(NamedTuple):
@@ -67,16 +69,16 @@ class Form(NamedTuple):
 
 class RecordedRequests:
     """Those of the forwards of one module. `_bounds`: by the samples of each rank, that of an exchange of one size; all
-    ranks know the same · `_samples`: those that all ranks had when this one had as many as the key · `_before`: what
-    this rank has requested of another, by the samples of each."""
+    ranks know the same · `_samples`: those that all ranks had when this one had as many as the key · `_last_requested`:
+    what this rank has requested of another, by the samples of each."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
         self._bounds: OrderedDict[tuple[int, ...], Bounds] = OrderedDict()
-        self._before: OrderedDict[tuple[int, ...], Sequence[LargestRequest]] = OrderedDict()
+        self._last_requested: OrderedDict[tuple[int, ...], Sequence[LargestRequest]] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
-        self._careful = 0  # forwards that are yet to look first
+        self._checked_first = 0  # forwards that are yet to look first
 
     def of(self, batch: Batch) -> RecordedRequest | None:
         """One that is free, for a batch of a form that has come often enough; None where the batch is to be found by
@@ -94,55 +96,55 @@ class RecordedRequests:
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
-    def agreed(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
+    def agreed_bounds(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
         """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
         more than `most` of another in each part. Returns the bounds of an exchange of one size, if they fit and these
         are not far too large. All ranks find the same."""
-        its, given = tuple(samples), self._context.max_ids
-        _put(self._samples, size, its)
-        if given is not None and max(each.ids for each in most) > given:
+        samples_of_ranks, max_ids = tuple(samples), self._context.max_ids
+        _put(self._samples, size, samples_of_ranks)
+        if max_ids is not None and max(each.ids for each in most) > max_ids:
             return None
-        known = self._bounds.get(its, ())
+        known = self._bounds.get(samples_of_ranks, ())
         of_parts = itertools.zip_longest(most, self._context.largest, known)
         wanted = tuple(self._wanted(*each) for each in of_parts)
-        _put(self._bounds, its, wanted)
+        _put(self._bounds, samples_of_ranks, wanted)
         if wanted == known:
             return known
         self._recorder.drop(
-            lambda form: form.samples == its and form.bounds != wanted
+            lambda form: form.samples == samples_of_ranks and form.bounds != wanted
         )  # a forward that has one keeps it
-        return None if given is None else (Bound(given, None),) * len(most)
+        return None if max_ids is None else (Bound(max_ids, None),) * len(most)
 
     def _wanted(self, most: LargestRequest, largest: int, known: Bound | None) -> Bound:
         """That of one part, `largest` at most: the one that is `known`, if it takes `most` and is not far too large."""
-        room = self._context.max_ids or min(with_margin(most.ids), largest)
-        rows = min(with_margin(most.rows), room)
+        report_buffer = self._context.max_ids or min(with_margin(most.ids), largest)
+        rows = min(with_margin(most.rows), report_buffer)
         if known is not None and known.takes(most):
-            limits = (LOOSE * max(each, LEAST_ROOM) for each in (room, rows))
-            if all(its is None or its <= limit for its, limit in zip(known, limits, strict=True)):
+            limits = (LOOSE * max(each, SMALLEST_BOUND) for each in (report_buffer, rows))
+            if all(of_bound is None or of_bound <= limit for of_bound, limit in zip(known, limits, strict=True)):
                 return known
-        return Bound(room, rows)
+        return Bound(report_buffer, rows)
 
-    def before(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
+    def last_requested(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
         """What this rank has requested of another last in each part, where the ranks had as many `samples`."""
-        return self._before.get(tuple(samples)) or self._context.no_counts.most
+        return self._last_requested.get(tuple(samples)) or self._context.no_counts.most
 
     def note(self, samples: Sequence[int], most: Sequence[LargestRequest]) -> None:
         """It requests so much now."""
-        _put(self._before, tuple(samples), most)
+        _put(self._last_requested, tuple(samples), most)
 
-    def may_look_later(self) -> bool:
+    def may_defer_check(self) -> bool:
         """Whether a forward may take it for granted that its ids fit, and are good, and look behind their exchange. Not
         where a lookup by itself changes rows, whatever comes of it."""
-        if self._careful:
-            self._careful -= 1
+        if self._checked_first:
+            self._checked_first -= 1
             return False
         return not self._context.lookups_change_rows
 
-    def look_at_once(self) -> None:
+    def check_at_once(self) -> None:
         """To look later was in vain: the next batch may not fit, either, or another rank not record, and what is done
         in vain takes longer than to look."""
-        self._careful = CAREFUL
+        self._checked_first = CHECKED_FIRST
 
     def _takes(self, batch: Batch) -> bool:
         """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
@@ -164,7 +166,7 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
-class User(Protocol):
+class RequestUser(Protocol):
     """A forward that uses a request. `is_over`: whether it does no more."""
 
     is_over: bool
@@ -187,11 +189,11 @@ class RecordedRequest:
         device, exchange = context.device, context.exchange
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
-        self._by: weakref.ref[User] | None = None
+        self._user: weakref.ref[RequestUser] | None = None
         self._used = torch.cuda.Event()  # comes once the last use is over,
         self._used_on: int | None = None  # which was on this stream
         # where the host finds what was found, once the event has come
-        self._words, self._has_words = finder.room(), torch.cuda.Event()
+        self._words, self._has_words = finder.report_buffer(), torch.cuda.Event()
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None
@@ -217,7 +219,7 @@ class RecordedRequest:
                 for bags, bound in zip(self._padded, bounds, strict=True):
                     bags.pad(bound)
                 self._given, self._sent = exchange.packed(
-                    [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
+                    [bags.requested for bags in self._padded], [bags.sent for bags in self._padded]
                 )
 
             def take() -> None:
@@ -242,21 +244,21 @@ class RecordedRequest:
 
     def is_free(self) -> bool:
         """Whether no forward uses it, or may come to."""
-        call = None if self._by is None else self._by()
+        call = None if self._user is None else self._user()
         return call is None or call.is_over
 
-    def find(self, call: User, batch: Batch) -> list[GpuBags]:
+    def find(self, call: RequestUser, batch: Batch) -> list[GpuBags]:
         """The bags of `call`, which has it until it is over. Does not synchronise."""
-        self._by = weakref.ref(call)
+        self._user = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._behind_use()
             self._fill(batch)
             self._find.replay([])
-            self.used()
+            self.mark_used()
             self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
-    def look(self) -> list[LargestRequest]:
+    def check(self) -> list[LargestRequest]:
         """What the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
         return self._finder.most(self._words)
@@ -265,7 +267,7 @@ class RecordedRequest:
         """Behind `find`: makes what was found a message of one size, and no other. Does not synchronise."""
         with on_device(self._device):
             self._pad.replay([])
-            self.used()
+            self.mark_used()
 
     def exchange(self) -> tuple[list[GpuBags], list[Request]]:
         """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what is
@@ -274,11 +276,11 @@ class RecordedRequest:
         with on_device(self._device):
             exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS)
             self._take.replay([])
-            requests = [request.apart() for request in self._requests]
-            self.used()
+            requests = [request.separated() for request in self._requests]
+            self.mark_used()
         return [bags.rebind() for bags in self._padded], requests
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is
         launched."""
         if not torch.cuda.is_current_stream_capturing():

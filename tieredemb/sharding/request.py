@@ -25,7 +25,7 @@ from tieredemb.config import MODES
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
+from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
 from tieredemb.step.shallow import shallow_copy
@@ -47,7 +47,7 @@ class RequestPart(NamedTuple):
     order: list[int]
 
 
-class Requests:
+class RequestLayout:
     """What those of one width have in common. Features are in the order of the collection."""
 
     def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
@@ -56,8 +56,8 @@ class Requests:
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
         # the parts whose bags are pooled where their tables are, and the one whose rows go back; if there are any
-        self.whole = [number for number, part in enumerate(parts) if part.is_table_wise]
-        self.dealt = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
+        self.table_wise = [number for number, part in enumerate(parts) if part.is_table_wise]
+        self.row_wise = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
         # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
@@ -84,62 +84,66 @@ class Request:
 
     batch: Batch
 
-    def __init__(self, requests: Requests, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
-        self._all, self._samples, self._bounds = requests, list(samples), bounds
-        self._entries = [requests.ranks * bound.ids for bound in bounds]
+    def __init__(self, layout: RequestLayout, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
+        self._layout, self._samples, self._bounds = layout, list(samples), bounds
+        self._entries = [layout.ranks * bound.ids for bound in bounds]
         self.parts = []
-        for part, held, bound in zip(requests.parts, requests.held, bounds, strict=True):
-            ids = [bound.ids] * requests.ranks
-            back = ids if bound.rows is None else [bound.rows] * requests.ranks
+        for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
+            ids = [bound.ids] * layout.ranks
+            back = ids if bound.rows is None else [bound.rows] * layout.ranks
             sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
             bags = [held * each for each in samples]
             answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
             self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
-    def take(self, came: Sequence[torch.Tensor]) -> None:
+    def take(self, messages: Sequence[torch.Tensor]) -> None:
         """The messages have come, of each part. Does not synchronise."""
-        if self.keeps_gradients and self._all.device.type == "cuda":
-            self._join(came[0])
+        if self.keeps_gradients and self._layout.device.type == "cuda":
+            self._join(messages[0])
             return
-        each = [
+        received = [
             read(values, len(part.space.features), bound.ids, held, self._samples)
-            for values, part, held, bound in zip(came, self._all.parts, self._all.held, self._bounds, strict=True)
+            for values, part, held, bound in zip(
+                messages, self._layout.parts, self._layout.held, self._bounds, strict=True
+            )
         ]
-        self._ends = edges = self._place(each)
-        ids, goes = torch.cat([its.ids for its in each]), None
-        if self._all.dealt is not None:
-            dealt, rows = each[self._all.dealt], self._bounds[self._all.dealt].rows
+        self._ends = edges = self._place(received)
+        ids, destination = torch.cat([its.ids for its in received]), None
+        if self._layout.row_wise is not None:
+            row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
-                ids, goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
+                ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
         ids = ids.index_select(0, self._joined)
-        stack = self._stack(edges, self._by_feature([its.lengths for its in each]), goes)
+        stack = self._stack(edges, self._by_feature([its.lengths for its in received]), destination)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
 
-    def _join(self, came: torch.Tensor) -> None:
+    def _join(self, message: torch.Tensor) -> None:
         """The same of one part that is dealt out, by kernels."""
-        (part,), ranks, ((bound, rows),) = self._all.parts, self._all.ranks, self._bounds
-        its = join_messages(came, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
-        self._ends, self._joined, self._entry = its.edges, its.joined, [its.entry]
-        stack = Stack([], its.row, 0, self._entries[0], its.picked)
-        self.batch = Batch(its.ids, its.edges, len(its.edges), False, 1, None, (its.ids, its.edges), stack=stack)
+        (part,), ranks, ((bound, rows),) = self._layout.parts, self._layout.ranks, self._bounds
+        joined = join_messages(message, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
+        self._ends, self._joined, self._entry = joined.edges, joined.joined, [joined.entry]
+        stack = Stack([], joined.row, 0, self._entries[0], joined.picked)
+        self.batch = Batch(
+            joined.ids, joined.edges, len(joined.edges), False, 1, None, (joined.ids, joined.edges), stack=stack
+        )
 
-    def _place(self, came: Sequence[Came]) -> torch.Tensor:
+    def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
         """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
-        ranks, counts, firsts = self._all.ranks, [], []
+        ranks, counts, firsts = self._layout.ranks, [], []
         starts = [0, *itertools.accumulate(self._entries)]
-        rank = torch.arange(ranks, device=self._all.device)[:, None]
-        for its, bound, start in zip(came, self._bounds, starts, strict=False):
+        rank = torch.arange(ranks, device=self._layout.device)[:, None]
+        for its, bound, start in zip(messages, self._bounds, starts, strict=False):
             counts.append(its.counts)
             firsts.append(torch.cumsum(its.counts, 1) - its.counts + rank * bound.ids + start)
-        order = self._all.order
+        order = self._layout.order
         count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
         first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
         ends = torch.cumsum(count, 0)
-        room = starts[-1]
-        if self._all.knows_ends:
-            room = int(ends[-1])
-        number = torch.arange(room, device=self._all.device)
+        length = starts[-1]
+        if self._layout.knows_ends:
+            length = int(ends[-1])
+        number = torch.arange(length, device=self._layout.device)
         piece = torch.searchsorted(ends, number, right=True)
         is_id = piece < len(ends)
         piece.clamp_(max=len(ends) - 1)
@@ -165,42 +169,42 @@ class Request:
     def _by_feature(self, of_parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Of each feature whose bags are pooled here, (ΣB, …), in their order: `of_parts` they are (F′, ΣB, …)."""
         each = [() if its is None else its.unbind() for its in of_parts]
-        return [each[part][k] for part, k in self._all.pooled]
+        return [each[part][k] for part, k in self._layout.pooled]
 
-    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], goes: torch.Tensor | None) -> Stack:
+    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
         """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. These lie as their
         gradients will come, which so need not be put into the order of the ids. `lengths`: of the bags of each feature
-        that are pooled here, int64 (ΣB,) · `goes`: see `_picked`."""
-        bags, room, all_of = self._bags, len(self._joined), self._all
-        dealt, rows = all_of.dealt, 1
-        if dealt is None:
-            number = edges.new_full((room,), bags)
+        that are pooled here, int64 (ΣB,) · `destination`: see `_picked`."""
+        bags, length, layout = self._bags, len(self._joined), self._layout
+        row_wise, rows = layout.row_wise, 1
+        if row_wise is None:
+            number = edges.new_full((length,), bags)
         else:  # those of nobody have some
-            rows = self._entries[dealt]
-            number = self._entry[dealt].clamp(max=rows - 1) + bags
+            rows = self._entries[row_wise]
+            number = self._entry[row_wise].clamp(max=rows - 1) + bags
         runs, starts = [], edges[:0]
         if bags:
             each = torch.stack([*lengths])
-            firsts = edges.index_select(0, all_of.held_features)
-            ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
+            firsts = edges.index_select(0, layout.held_features)
+            ends = edges.index_select(0, layout.held_features + 1)  # beyond which nobody looks, whatever has come
             starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
-            bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
-            for whole in all_of.whole:
-                number = torch.where(self._entry[whole] < self._entries[whole], bag, number)
-        picked = edges[:0] if dealt is None else self._picked(dealt, goes)
+            bag = torch.searchsorted(starts, torch.arange(length, device=layout.device), right=True) - 1
+            for part in layout.table_wise:
+                number = torch.where(self._entry[part] < self._entries[part], bag, number)
+        picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
-    def _picked(self, dealt: int, goes: torch.Tensor | None) -> torch.Tensor:
+    def _picked(self, row_wise: int, destination: torch.Tensor | None) -> torch.Tensor:
         """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
-        where there are no ids. `goes`: where rows of the entries go among them, if not one after the other
+        where there are no ids. `destination`: where rows of the entries go among them, if not one after the other
         (`firsts_of`)."""
-        entry, back = self._entry[dealt], sum(self.parts[dealt].answer)
-        if goes is not None:  # nobody's goes behind them all
-            entry = torch.cat([goes, goes.new_full((1,), back)]).index_select(0, entry)
+        entry, back = self._entry[row_wise], sum(self.parts[row_wise].answer)
+        if destination is not None:  # nobody's goes behind them all
+            entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
-        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._all.device))
+        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._layout.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
     def _answer(self, call: Call, rows: torch.Tensor, back: int) -> torch.Tensor:
@@ -210,9 +214,9 @@ class Request:
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
         runs, feature, done = [], 0, 0
-        for mode, its in itertools.groupby(self._all.modes):
+        for mode, its in itertools.groupby(self._layout.modes):
             count = len(list(its))
-            held = sum(self._all.is_held[feature : feature + count])
+            held = sum(self._layout.is_held[feature : feature + count])
             feature += count
             if held and mode is not None:
                 its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
@@ -262,18 +266,18 @@ class Request:
     def _by_rank(self, bags: torch.Tensor, number: int) -> torch.Tensor:
         """Those of a part, of the values of all `bags`, (K, D), which lie feature by feature: in its features rank by
         rank, or of this rank alone, where they stay here."""
-        by_feature = bags.view(len(self._all.pooled), sum(self._samples), bags.shape[1])
+        by_feature = bags.view(len(self._layout.pooled), sum(self._samples), bags.shape[1])
         pieces = torch.split(by_feature, self._samples, 1)
         if not self.parts[number].answer:
-            pieces = pieces[self._all.rank : self._all.rank + 1]
-        its = self._all.among[number]
+            pieces = pieces[self._layout.rank : self._layout.rank + 1]
+        its = self._layout.among[number]
         return torch.cat([piece.index_select(0, its).view(-1, bags.shape[1]) for piece in pieces])
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
         """The rows of the entries of a part, or of those of this rank alone, where they stay here; of those of all
         ids."""
         rows, bound = self._scattered(number, every), self._bounds[number].ids
-        return rows if self.parts[number].answer else rows[self._all.rank * bound :][:bound]
+        return rows if self.parts[number].answer else rows[self._layout.rank * bound :][:bound]
 
     def _joined_bags(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """Values of bags that lie rank by rank, (K, D), by feature: (F′, ΣB, D)."""
@@ -281,11 +285,11 @@ class Request:
         its = zip(pieces, self._samples, strict=True)
         return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1)
 
-    def gradient(self, call: Call, came: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """That of the output of `call`, float32 (·, D), of what came of each part, rank by rank: gradients (·, D), and
         where they are multiplied by something that, float32 (W · bound,)."""
         bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
-        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, came, strict=True)):
+        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, received, strict=True)):
             for each in scale:
                 filled = self._filled(number, each)
                 call.weigh(filled if self._weights is None else filled * self._weights)
@@ -293,11 +297,11 @@ class Request:
             if not part.is_table_wise:
                 rows.append(grad)
         if not rows:
-            rows.append(came[0][0].new_zeros((1, came[0][0].shape[1])))
+            rows.append(received[0][0].new_zeros((1, received[0][0].shape[1])))
         by_feature = self._by_feature(bags)
         return torch.cat([*by_feature, *rows]) if by_feature else rows[0]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `GpuBags`; behind `take`, on a GPU."""
         self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
@@ -312,7 +316,7 @@ class Request:
         request._weights = None
         return request
 
-    def apart(self) -> Request:
+    def separated(self) -> Request:
         """As `rebind`, for a forward whose update may be put off until another has come: what that reads lies apart.
         Its ids are told from those of another, which lie where these do."""
         request, stack = self.rebind(), self.batch.stack

@@ -18,7 +18,7 @@ from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.layout import REPLICATED, Layout
-from tieredemb.sharding.request import Request, Requests
+from tieredemb.sharding.request import Request, RequestLayout
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
@@ -69,7 +69,7 @@ class Held:
 
 class Shard(Held):
     """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: see `parts_of` · `requests`: what others request of them."""
+    name them · `parts`: see `parts_of` · `request_layout`: what others request of them."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Shard(Held):
         self._elsewhere = [n for n, t in enumerate(self.tables) if not layout.saved_part(t, rank).own_rows]
         self.space = KeySpace(layout.tables, self.tables, list(columns))
         self.parts = parts_of(layout, self.tables, list(columns), sends_padding=options.plans_padding)
-        self.requests = Requests(self.parts, rank, layout.size, config.device)
+        self.request_layout = RequestLayout(self.parts, rank, layout.size, config.device)
 
     def _counted_once(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         """See `OverRanks`: rows that all ranks hold count on one of them."""

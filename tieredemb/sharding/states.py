@@ -89,19 +89,19 @@ class RowStates:
 
     def gathered(self, config: OptimizerConfig, table: int) -> WholeState:
         """A table's state, whole on rank 0. Raises `StorageFullError` where memory cannot hold it."""
-        steps, mine, room = agreed(
+        steps, mine, whole = agreed(
             functools.partial(self.announce, Phase.READ_STATE),
-            lambda: (self.steps(table), self._own(config, table), self._room(config, table)),
+            lambda: (self.steps(table), self._own(config, table), self._buffers(config, table)),
         )
         for name in [each.name for each in config.tensors]:
 
             def place(rank: int, start: int, rows: torch.Tensor, name: str = name) -> None:
-                room[name][self.layout.saved_part(table, rank).span(start, len(rows))] = rows
+                whole[name][self.layout.saved_part(table, rank).span(start, len(rows))] = rows
 
             gather_rows(self.exchange, mine[name], place)
         if LAGGING in mine:
-            room |= self._lagging(mine[LAGGING])
-        return WholeState(steps, room)
+            whole |= self._lagging(mine[LAGGING])
+        return WholeState(steps, whole)
 
     def _own(self, config: OptimizerConfig, table: int) -> dict[str, Any]:
         """What this rank saves of it; rows that lag behind are numbered as in the whole table."""
@@ -112,13 +112,13 @@ class RowStates:
         }
         lagging = dict(lagging_rows(tables, number).get(LAGGING, {}))
         if lagging:
-            its = lagging["rows"] < part.own_rows  # not the row that is there where a rank has none
-            lagging |= {name: lagging[name][its] for name in LAGGING_ROWS}
+            is_own = lagging["rows"] < part.own_rows  # not the row that is there where a rank has none
+            lagging |= {name: lagging[name][is_own] for name in LAGGING_ROWS}
             lagging["rows"] = part.first + part.step * lagging["rows"]
             entry[LAGGING] = lagging  # what else is in it every rank has
         return entry
 
-    def _room(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
+    def _buffers(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
         """On rank 0 the tensors of the whole table, before all agree to send their rows."""
         if self.exchange.rank != 0:
             return {}
@@ -176,7 +176,7 @@ class RowStates:
     def _ranks_of(self, entries: Mapping[int, Entry]) -> dict[int, list[int]]:
         """The ranks that were given something for each table."""
         offers = self.exchange.all_gather_object([t for t in self.tables if entries.get(t)])
-        return {t: [rank for rank, its in enumerate(offers) if t in its] for t in self.tables}
+        return {t: [rank for rank, offered in enumerate(offers) if t in offered] for t in self.tables}
 
     def _part(self, config: OptimizerConfig, table: int, entry: Entry, rank: int) -> LoadedState:
         """What a rank holds of a whole table's entry."""
@@ -188,7 +188,7 @@ class RowStates:
         exchange = self.exchange
         for rank in range(exchange.size):
             part = self._agreed(lambda: self._part(config, table, entry, rank) if exchange.rank == 0 else None)  # noqa: B023
-            small, rows = (None, None) if part is None else _apart(part)
+            small, rows = (None, None) if part is None else _separated(part)
             small, rows = exchange.broadcast_object(small), rows_from_rank_0(exchange, rank, rows)
             if rank == exchange.rank:
                 mine = _joined(small, rows)
@@ -197,13 +197,13 @@ class RowStates:
     def _check_steps(self, loaded: Mapping[int, LoadedState]) -> None:
         """Raises `InvalidInputError` on all ranks where they were given states of different steps."""
         steps = self.exchange.all_gather_object({t: state.step for t, state in sorted(loaded.items())})
-        for rank, its in enumerate(steps):
-            other = next((t for t in its if its[t] != steps[0][t]), None)
-            if other is not None:
+        for rank, steps_of_rank in enumerate(steps):
+            table = next((t for t in steps_of_rank if steps_of_rank[t] != steps[0][t]), None)
+            if table is not None:
                 raise InvalidInputError(
-                    f"the optimizer's state of table {self.layout.tables[other].name!r} is that of step "
-                    f"{steps[0][other]} on rank 0, and of step {its[other]} on rank {rank}; give all ranks the same "
-                    f"state dict, or rank 0 alone that of the tables"
+                    f"the optimizer's state of table {self.layout.tables[table].name!r} is that of step "
+                    f"{steps[0][table]} on rank 0, and of step {steps_of_rank[table]} on rank {rank}; give all "
+                    f"ranks the same state dict, or rank 0 alone that of the tables"
                 )
 
     def set(self, loaded: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
@@ -211,9 +211,9 @@ class RowStates:
         what belongs to it, `then`."""
         todo: list[Change] = []
         for shard in self.shards:
-            its = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
-            if its:
-                todo.append(_change(shard, its))
+            states = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
+            if states:
+                todo.append(_change(shard, states))
         change_on_all_ranks(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
 
     def _agreed(self, action: Callable[[], R]) -> R:
@@ -221,7 +221,7 @@ class RowStates:
         return agreed(functools.partial(self.announce, Phase.WRITE_STATE), action)
 
 
-def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
+def _separated(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
     """What is small of it, and its rows by name."""
     step, words, lagging = state
     rows = {} if words is None else {WORDS: torch.cat([each.to("cpu", torch.float32) for each in words], dim=1)}

@@ -19,7 +19,7 @@ class StreamUse:
         self._last = None if self._index is None else current_stream(self._index)
         self._made: torch.cuda.Event | None = None
 
-    def made(self) -> None:
+    def record_made(self) -> None:
         """Other streams are to wait for what was launched on this one by now."""
         if self._index is not None:
             self._made = torch.cuda.Event()
@@ -47,7 +47,7 @@ class StreamUse:
             if stream.cuda_stream != self._last.cuda_stream:
                 stream.wait_stream(self._last)
 
-    def follow(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> None:
+    def record_stream(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> None:
         """The current stream uses the `tensors` from now on, some of which may have been made on the stream before, and
         what it is `given` by others. Does not synchronise."""
         if self._index is None:

@@ -177,10 +177,10 @@ class SymmetricMemory:
         assert self._barrier is not None
         self._barrier.meet()
 
-    def follow(self) -> None:
-        """See `Barrier.follow`."""
+    def wait_stream(self) -> None:
+        """See `Barrier.wait_stream`."""
         assert self._barrier is not None
-        self._barrier.follow()
+        self._barrier.wait_stream()
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
