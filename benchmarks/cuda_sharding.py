@@ -231,22 +231,22 @@ class Requests:
         self._ids, self._samples = ids, (len(offsets) - 1) // tables
         self._table = torch.arange(tables, device=device).repeat_interleave(offsets[:: self._samples].diff())
         self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is dealt out
-        self._is_dealt = self._holder[self._table] < 0
-        self._owner = torch.where(self._is_dealt, (ids + self._table) % layout.size, self._holder[self._table])
+        self._is_row_wise = self._holder[self._table] < 0
+        self._owner = torch.where(self._is_row_wise, (ids + self._table) % layout.size, self._holder[self._table])
         self._width = torch.tensor(shape.widths, device=device)
         self._first = torch.tensor([0, *shape.sizes], device=device).cumsum(0)
 
     def bytes_with_others(self, rank: int) -> dict[str, int]:
         """Bytes of what `rank` sends to others, and what they send it: of ids, of rows and pooled bags, and of
         gradients."""
-        goes = self._owner != rank
-        dealt = goes & self._is_dealt
-        keys: torch.Tensor = (self._first[self._table] + self._ids)[dealt].unique()  # type: ignore[no-untyped-call]
+        is_sent = self._owner != rank
+        row_wise = is_sent & self._is_row_wise
+        keys: torch.Tensor = (self._first[self._table] + self._ids)[row_wise].unique()  # type: ignore[no-untyped-call]
         rows = 4 * int(self._width[torch.searchsorted(self._first, keys, right=True) - 1].sum())
-        occurrences = 4 * int(self._width[self._table[dealt]].sum())
+        occurrences = 4 * int(self._width[self._table[row_wise]].sum())
         is_away = (self._holder >= 0) & (self._holder != rank)
         bags = 4 * self._samples * int(self._width[is_away].sum())
-        return {"ids": 8 * int(goes.sum()), "rows": rows + bags, "gradients": occurrences + bags}
+        return {"ids": 8 * int(is_sent.sum()), "rows": rows + bags, "gradients": occurrences + bags}
 
 
 def sharding_of(shape: Shape, way: str) -> dict[str, Sharding] | None:
@@ -523,8 +523,8 @@ def run(plan: Plan) -> tuple[list[Record], list[int]]:
             pipes.append(ours)
         with contextlib.suppress(EOFError):
             while True:
-                for its, told in zip(found, [pipe.recv() for pipe in pipes], strict=True):
-                    its |= told
+                for its, reported in zip(found, [pipe.recv() for pipe in pipes], strict=True):
+                    its |= reported
         for process in processes:
             process.join(60)
             process.kill()

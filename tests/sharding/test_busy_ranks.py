@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, calls_of, one_process, seven, step_of, tables_of
-from sharding.test_sharded_failures import LONG, QUICK, told
+from sharding.test_sharded_failures import LONG, QUICK, raised
 from sharding.worlds import World
 
 import tieredemb as te
@@ -95,7 +95,7 @@ def meets(rank, size):
     wrong = ids.clone()
     wrong[0] = 10**6 if rank == 1 else wrong[0]
     with busy_model(1500 if rank == 0 else 0) as model:
-        return told(model, wrong, offsets), told(model, ids, offsets)
+        return raised(model, wrong, offsets), raised(model, ids, offsets)
 
 
 def test_what_a_rank_meets_one_that_is_busy_hears_of(worlds):
@@ -110,7 +110,7 @@ def waits_too_long(rank, size, patience):
     ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
     with busy_model(10**9 if rank == 0 else 0, timeout=QUICK, patience=patience) as model:
         started = time.monotonic()
-        return told(model, ids, offsets), time.monotonic() - started
+        return raised(model, ids, offsets), time.monotonic() - started
 
 
 @pytest.mark.parametrize("patience", [0.02, 10.0])
@@ -136,7 +136,7 @@ def is_left(rank, size, where):
         context.wait_for_stream = lambda done=None: context.wait_for(Busy(10**9))
         ids, offsets, *_ = batch_of(TABLES, 2, rank, samples=seven)
         started = time.monotonic()
-        found = told(model, ids, offsets) if where == "lookup" else told(model.state_dict)
+        found = raised(model, ids, offsets) if where == "lookup" else raised(model.state_dict)
         return found, time.monotonic() - started
 
 

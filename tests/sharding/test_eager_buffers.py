@@ -84,21 +84,25 @@ def forward(buffers, number, its, *, trains=True):
 def test_buffers_are_allocated_for_forwards_that_recur(buffers):
     assert prepared(buffers, bounds(16, 8), LACKING - 1) is None
     assert not Memory.made
-    dealt, whole = prepared(buffers, bounds(16, 8), 1)
-    assert whole is None
+    row_wise, table_wise = prepared(buffers, bounds(16, 8), 1)
+    assert table_wise is None
     ((memory,), in_turn) = Memory.made, buffers._allocated
     assert memory.share == eager_buffers.SHARE
     assert [(spec.call, spec.part, spec.each, spec.dtype, spec.is_of_gradients) for spec in memory.specs] == [
         (0, 0, 9, torch.bfloat16, False), (1, 0, 9, torch.bfloat16, False), (0, 0, 18, torch.float32, True),
     ]  # fmt: skip
-    assert (dealt.rows.to.each, dealt.rows.to.first, len(dealt.rows.received)) == (8, RANK * 8, RANKS * 8)
-    assert (dealt.grads.to.each, dealt.grads.to.first, len(dealt.grads.received)) == (16, RANK * 16, RANKS * 16)
-    assert dealt.rows.received.data_ptr() == in_turn[0].received.data_ptr()
+    assert (row_wise.rows.to.each, row_wise.rows.to.first, len(row_wise.rows.received)) == (8, RANK * 8, RANKS * 8)
+    assert (row_wise.grads.to.each, row_wise.grads.to.first, len(row_wise.grads.received)) == (
+        16,
+        RANK * 16,
+        RANKS * 16,
+    )
+    assert row_wise.rows.received.data_ptr() == in_turn[0].received.data_ptr()
 
 
 def test_a_row_may_come_back_for_each_id(buffers):
-    (dealt, _) = prepared(buffers, bounds(16))
-    assert (dealt.rows.to.each, dealt.grads.to.each) == (16, 16)
+    (row_wise, _) = prepared(buffers, bounds(16))
+    assert (row_wise.rows.to.each, row_wise.grads.to.each) == (16, 16)
 
 
 def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):

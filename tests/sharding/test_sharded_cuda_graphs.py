@@ -322,7 +322,7 @@ def test_a_step_that_goes_ahead_and_cannot_be_captured_has_not_happened(with_its
     assert len(graphs_of(train)) == 3
 
 
-def test_weights_whose_gradient_is_asked_for(with_itself, replayed):
+def test_weights_whose_gradient_is_requested(with_itself, replayed):
     """Gradients of what a batch holds are computed inside, from rows that come beside the pooled bags."""
     plain, ranks = Run(SUMS), Run(SUMS, sharding="every other")
 
@@ -393,12 +393,12 @@ def test_a_batch_of_more_ids_than_fit_runs_eagerly(with_itself, replayed):
     many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
     ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
     long = ids.cuda(), many.cuda(), short[0][2]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for batch in [*short, long, *short, long, *short]:
             found, expected = train(batch), plain.step(batch)
             assert_same_bits(found.values(), [value.detach() for value in expected.values()])
-    said = [str(each.message) for each in told if "max_ids" in str(each.message)]
+    said = [str(each.message) for each in warned if "max_ids" in str(each.message)]
     assert len(said) == 1
     assert "more than max_ids=60" in said[0]
     assert replayed.of(train) >= 12

@@ -239,16 +239,16 @@ def test_what_one_rank_meets_all_do(world, events):
     check_events(world, meets, *EVENTS[events])
 
 
-def check_events(world, run, events, told):
+def check_events(world, run, events, errors):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = world.run(run, events)
     steps = {tuple(number for number, _ in refused) for (*_, refused, _), _ in found}
     assert len(steps) == 1
-    assert len(next(iter(steps))) == (told is not None)
+    assert len(next(iter(steps))) == (errors is not None)
     for (outputs, weights, refused, captured), (its_outputs, its_weights, its_refused, _) in found:
         assert not its_refused
-        assert all(told in text for _, text in refused)
+        assert all(errors in text for _, text in refused)
         assert captured == 3
         assert len(outputs) == len(its_outputs) == 40 - len(refused)
         assert all(equal(one, other) for one, other in zip(outputs, its_outputs, strict=True))
@@ -293,7 +293,7 @@ def drifts(rank, size, kind, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("kind", ["fused", "followed"])
-def test_a_rank_that_replays_with_another_learning_rate_is_told_of(world, kind, ahead):
+def test_a_rank_that_replays_with_another_learning_rate_is_noticed(world, kind, ahead):
     for number, text, graphs in world.run(drifts, kind, ahead):
         assert number == 20
         assert "differs between the ranks" in text
@@ -326,9 +326,9 @@ def spoils(rank, size):
             try:
                 return call()
             except te.errors.UnsupportedError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
-    told = []
+    errors = []
     drawn = [batch_of(tables, number, rank, samples=seven) for number in range(6)]
     for number, (ids, offsets, _, upstream) in enumerate(drawn):
         batch = ids.cuda(), offsets.cuda(), upstream
@@ -346,12 +346,12 @@ def spoils(rank, size):
     moved = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
     is_finite = all(bool(weight.isfinite().all()) for weight in model.state_dict().values())
     model.close()
-    return told, moved, is_finite
+    return errors, moved, is_finite
 
 
-def test_a_step_that_no_rank_can_take_is_told_of_on_all(world):
-    for told, moved, is_finite in world.run(spoils):
-        assert all("multiplied by NaN" in text for text in told)
+def test_a_step_that_no_rank_can_take_is_raised_on_all(world):
+    for errors, moved, is_finite in world.run(spoils):
+        assert all("multiplied by NaN" in text for text in errors)
         assert not moved
         assert is_finite
 
@@ -390,7 +390,7 @@ def evaluates_apart(rank, size):
     return text, graphs, goes_on
 
 
-def test_a_rank_that_replays_a_lookup_where_others_train_is_told_of(world):
+def test_a_rank_that_replays_a_lookup_where_others_train_is_noticed(world):
     for text, *others in world.run(evaluates_apart):
         assert "rank 0 number 2, rank 1 number 1" in text
         assert others == [2, True]

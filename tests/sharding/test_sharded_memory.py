@@ -8,7 +8,7 @@ import pytest
 import torch
 from sharding.ranks import sharding_of
 from sharding.test_sharded_agreement import TABLES, assert_same, batch, model_of, trained
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
@@ -26,13 +26,13 @@ def unpooled(bags):
     return bags
 
 
-def short(room):
+def short(allocate):
     """The same, but for rows."""
 
     def make(*given):
         if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
             raise StorageFullError("no memory is left")
-        return room(*given)
+        return allocate(*given)
 
     return make
 
@@ -65,7 +65,7 @@ def runs_short(rank, size, where):
                 Request.gradient = none_left
             out.backward(upstream)
 
-        errors.append(told(run))
+        errors.append(raised(run))
         exchange.receive_buffer, Request.gradient = Exchange.receive_buffer, gradient
         context.find = find
     weights = dict(model.state_dict())
@@ -74,7 +74,7 @@ def runs_short(rank, size, where):
 
 
 @pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "together"])
-def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
+def test_a_rank_short_of_memory_is_raised_on_all(worlds, where):
     answers = worlds(2).run(runs_short, where)
     for errors, _ in answers:
         assert [each is None for each in errors] == [True, False, True, True]
@@ -91,14 +91,16 @@ def runs_short_of_room_for_ids(rank, size):
         if (rank, step) == (1, 1):
             RequestLayout.of = none_left
         start = time.monotonic()
-        errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
+        errors.append(
+            raised(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream))
+        )
         took.append(time.monotonic() - start)
         RequestLayout.of = of
     model.close()
     return errors, max(took)
 
 
-def test_a_rank_without_room_for_ids_leaves_the_others_which_do_not_wait_for_it(worlds):
+def test_a_rank_without_memory_for_ids_leaves_the_others_which_do_not_wait_for_it(worlds):
     for rank, (errors, seconds) in enumerate(worlds(2).run(runs_short_of_room_for_ids)):
         assert errors[0] is None
         if rank == 1:
@@ -123,7 +125,7 @@ def shares_a_gpu(rank, size):
     exchange = Exchange(None, None)
     exchange.has_nccl = True
     before, torch.cuda.get_device_properties = torch.cuda.get_device_properties, lambda device: Gpu(rank % 2)
-    found = told(exchange.check_device, torch.device("cuda", 0)), told(exchange.check_device, torch.device("cpu"))
+    found = raised(exchange.check_device, torch.device("cuda", 0)), raised(exchange.check_device, torch.device("cpu"))
     torch.cuda.get_device_properties = before
     exchange.close()
     return found

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from devices import equal
 from sharding.ranks import batch_of, calls_of, one_process, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from torch import nn
 
 import tieredemb as te
@@ -129,7 +129,7 @@ def meets(rank, size, event, optimizer, weighted):
             if happens == "no plan":
                 model.planned.drop_all()
             Request.look_up = full if happens == "full" else look_up
-            error = told(lambda: outputs.append(step_of(model, batch, weighted=weighted)[0]))  # noqa: B023
+            error = raised(lambda: outputs.append(step_of(model, batch, weighted=weighted)[0]))  # noqa: B023
             Request.look_up = look_up
             if error is not None:
                 errors.append((step, error))
@@ -212,7 +212,7 @@ def meets_a_bad_id(rank, size):
         batches[2][0][-1] = 40
     found = []
     for batch in te.prefetch(batches, model, ids_of=lambda batch: batch[:2]):
-        found.append(told(step_of, model, batch, weighted=False))
+        found.append(raised(step_of, model, batch, weighted=False))
     model.close()
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 from tieredemb.config import TablePart
@@ -154,7 +154,7 @@ def test_the_state_dict_of_another_rank_alone_is_refused(worlds, kind, size):
 
 def refuses(rank, size, kind, state):
     model, optimizer, _ = make(kind, size)
-    found = told(optimizer.load_state_dict, copy.deepcopy(state))
+    found = raised(optimizer.load_state_dict, copy.deepcopy(state))
     model.close()
     return found
 
@@ -209,7 +209,7 @@ def saves_alone(rank, size, kind, does):
     state = optimizer.state_dict()
     if rank == 0:
         return None
-    return told(optimizer.state_dict) if does == "saves" else told(optimizer.load_state_dict, state)
+    return raised(optimizer.state_dict) if does == "saves" else raised(optimizer.load_state_dict, state)
 
 
 @pytest.mark.parametrize(("kind", "does"), [("Adam L2", "saves"), ("fused Adam", "loads")])
@@ -255,7 +255,7 @@ def cannot_load(rank, size, kind, how):
             raise te.errors.StorageFullError("no space left")
 
         cold.reserve_range = full
-    found = told(optimizer.load_state_dict, state)
+    found = raised(optimizer.load_state_dict, state)
     after = optimizer.state_dict()
     model.close()
     return found, before, after
@@ -290,7 +290,7 @@ def is_short_of_memory(rank, size, kind):
     if rank == 0:
         table_set.available_memory_bytes = lambda: 1500  # what it has of each fits, and t3 whole does not
     try:
-        found = told(optimizer.state_dict)
+        found = raised(optimizer.state_dict)
     finally:
         table_set.available_memory_bytes = real
     if kind in FOLLOWED:
@@ -301,7 +301,7 @@ def is_short_of_memory(rank, size, kind):
 
 
 @pytest.mark.parametrize("kind", ["Adam L2", "fused Adam"])
-def test_a_state_that_memory_cannot_hold_is_told_on_all(worlds, kind):
+def test_a_state_that_memory_cannot_hold_is_raised_on_all(worlds, kind):
     for name, text in worlds(2).run(is_short_of_memory, kind):
         assert name == "StorageFullError"
         assert text.startswith("rank 0: table 't3' as one tensor")

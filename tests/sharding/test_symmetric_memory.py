@@ -197,20 +197,20 @@ def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fit
     assert memory._allocate([], size, 1) == fits
 
 
-def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
+def test_without_row_wise_tables_ranks_announce_nothing(gpus):
     memory, headers = memory_of(HERE)
     assert memory.make([]) is None
     assert not headers
 
 
-def test_rooms_lie_apart_and_aligned(gpus):
+def test_buffers_are_separate_and_aligned(gpus):
     starts, size = memory_of(HERE)[0]._laid_out(SPECS)
     assert starts == [512, 1536]  # behind the words of ranks; 2 ranks × 10 rows × 32 bytes are 640
     assert size == 2048
 
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
-def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
+def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
     """Of each part that is dealt out for rows and for gradients; there is one barrier, before the first is used."""
 
     def part(width, *, is_table_wise):
@@ -227,7 +227,7 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
     context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
     captures, met = Captures(context, None, None), []
-    monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
+    monkeypatch.setattr(captures.symmetric, "make", lambda buffers: buffers)
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]

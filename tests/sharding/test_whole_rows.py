@@ -32,13 +32,13 @@ def both_ways(rank, size, counts):
 
     exchange.send = noted
     gathered = [gathered_rows(exchange, rows_of(rank, counts[rank], *kind)) for kind in KINDS]
-    dealt = {}
+    sent = {}
     for target in range(size):
         given = {str(n): rows_of(target, counts[target], *kind) for n, kind in enumerate(KINDS)}
-        dealt |= rows_from_rank_0(exchange, target, given if rank == 0 else None)
+        sent |= rows_from_rank_0(exchange, target, given if rank == 0 else None)
     exchange.close()
     whole_rows.PIECE_BYTES = before  # other tests come to this process
-    return gathered, [dealt[str(n)] for n in range(len(KINDS))], max(sizes, default=0)
+    return gathered, [sent[str(n)] for n in range(len(KINDS))], max(sizes, default=0)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -47,10 +47,10 @@ def test_rows_travel_in_pieces(worlds, counts):
     found = worlds(3).run(both_ways, its)
     every = [torch.cat([rows_of(rank, its[rank], *kind) for rank in range(3)]) for kind in KINDS]
     assert_same_bits(found[0][0], every)
-    for rank, (gathered, dealt, largest) in enumerate(found):
+    for rank, (gathered, sent, largest) in enumerate(found):
         if rank:
             assert not any(map(len, gathered))
-        assert_same_bits(dealt, [rows_of(rank, its[rank], *kind) for kind in KINDS])
-        assert [(each.dtype, each.shape[1:]) for each in dealt] == KINDS
+        assert_same_bits(sent, [rows_of(rank, its[rank], *kind) for kind in KINDS])
+        assert [(each.dtype, each.shape[1:]) for each in sent] == KINDS
         assert largest <= PIECE
     assert max(largest for *_, largest in found) > PIECE // 2 or counts in ("none", "one")
