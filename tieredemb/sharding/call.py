@@ -1,22 +1,22 @@
-"""One forward of a sharded collection and its backward: what is exchanged, and in which order.
+"""One forward of a sharded collection and its backward: what ranks exchange, and in which order.
 
-Forward: ids go to the ranks that own their rows, which look them up. Of tables that are dealt out unique rows come
-back, and are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is
-sent, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
-pooled bag, goes to the owner, which updates its rows as one process would that has the batches of all ranks, one after
-the other. Tables that all ranks hold have all ranks for owners: ids and gradients go to each, and bags stay where they
-are pooled.
+Forward: each rank sends its ids to the owners, which are the ranks that hold their rows. Owners look the rows up. Of
+row-wise tables an owner sends each different row back once, and the rank that requested it pools its bags. Bags of
+table-wise tables are pooled by the owner, which is sent their lengths, too, and per-sample weights with the forward.
+Backward: the gradient of every occurrence, or of every pooled bag, goes to the owner. This updates its rows as one
+process would that has the batches of all ranks, one after the other. Every rank owns a replicated table: ids and
+gradients go to all ranks, and each pools its own bags.
 
-Gradients travel uncombined, of a row one for each occurrence: an owner adds up those of all ranks in one order, and
-sums of a rank's own would change their bits. Of single rows a scale of an occurrence (a weight, or a mean's share)
-goes beside its gradient. The gradient of weights is computed where the bags are, of all rows, which come beside the
-pooled bags to the ranks that ask for it.
+Gradients are sent one for each occurrence, and not summed before: an owner sums those of all ranks in one order, and
+sums made elsewhere would change the bits. Beside the gradient of a single row goes its factor (a per-sample weight, or
+the share of a mean). A rank computes the gradient of its weights itself. For that it requests the rows of all ids,
+which owners send beside the pooled bags.
 
-A forward has two headers, before its ids and before its rows, and one more where its ids were exchanged ahead, or
-weights of whole tables are. A backward pass has one before gradients are sent, in which ranks also tell which forwards
-it has reached; and one more before the update where a rank has yet to put together what comes, so that none updates
-where one of them could not. Ids are exchanged by the thread of the loop or the forward, gradients by that of the
-backward, in one order on all ranks; with prefetch the owners plan while a batch computes.
+A forward has two headers, before its ids and before its rows. It has one more if its ids were exchanged ahead, or if
+table-wise tables have weights. A backward pass has one header before gradients are sent, in which ranks also compare
+which forwards it has reached. It has one more before the update if a rank may still fail, so that all ranks update or
+none does. The thread of the loop or of the forward exchanges ids, and that of the backward gradients, in one order on
+all ranks. With prefetch owners plan the next batch while one computes.
 """
 
 from __future__ import annotations
@@ -54,24 +54,26 @@ if TYPE_CHECKING:
     from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory
 
 T = TypeVar("T")
-WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
-PLANNED = 2  # ids were exchanged before
-GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
+# flags in the header of a forward
+WEIGHTED = 1  # per-sample weights are given
+PLANNED = 2  # this rank has exchanged its ids ahead
+GRADIENT = 4  # the gradient of the weights is requested, which takes the rows of all ids
 NO_PLANS_AHEAD = 8  # this rank would not plan the next batch ahead
-CHECK_DEFERRED = 16  # this rank has not looked yet how much it asks for: it expects as much as of the batch before
-FETCHED = 32  # of a header of a forward that announces its rows as well, which have been looked up
-TRAINS = 64  # of a header of a forward: it is to update rows
-INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
-FINAL = 2  # what is exchanged is the gradient as an update takes it
-REACHED_SHIFT = 2  # behind which stands which forwards the backward has reached
-MOST_COUNTED = 0xFFFF  # forwards that one tells of by how many they are
+CHECK_DEFERRED = 16  # this rank has not read yet how much it requests, and expects as much as for the batch before
+FETCHED = 32  # its rows have been looked up: the header announces these as well
+TRAINS = 64  # its backward will update rows
+# flags in the header of a backward
+INFINITE = 1  # a gradient is not finite: no rank may update
+FINAL = 2  # the update takes gradients as they are received
+REACHED_SHIFT = 2  # bits: the higher ones say which forwards the backward has reached
+MOST_COUNTED = 0xFFFF  # forwards: the flag counts no more
 
 
 class ReadyGradients(NamedTuple):
-    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
-    written to the owner's memory, the buffer for those of all ranks · `kept`: of each part, a tensor that this is
-    copied to, if a later step applies it · `is_infinite`: whether a gradient here is not finite · `is_final`: whether
-    what is received is the gradient as an update takes it, so that this rank cannot fail any more before that."""
+    """What the backward of one forward is about to exchange. `sending`: of each part, until it is sent; the buffer for
+    the gradients of all ranks where ranks write into the owner's memory · `kept`: of each part, a tensor to copy
+    received gradients to, if a later step applies them · `is_infinite`: whether a gradient of this rank is not finite ·
+    `is_final`: whether an update takes what is received as it is, so that this rank cannot fail before the update."""
 
     sending: list[list[Sending | torch.Tensor]]
     kept: list[torch.Tensor | None]
@@ -81,9 +83,9 @@ class ReadyGradients(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class ShardedCallContext(ShardedContext):
-    """What the calls of one module share. `make_batch`: makes a checked batch of what a forward is given · `captures`:
-    what lets a step be captured · `recorded`: what eager forwards record on a GPU, and `eager_buffers`: where they
-    write what they would send."""
+    """What the calls of one module share. `make_batch`: makes a checked batch of the inputs of a forward · `captures`:
+    agrees on captured steps · `recorded`: what eager forwards record on a GPU · `eager_buffers`: other ranks' memory,
+    which they write to."""
 
     make_batch: Callable[..., Batch]
 
@@ -93,13 +95,13 @@ class ShardedCallContext(ShardedContext):
         self.eager_buffers = EagerBuffers(self)
 
     def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
-        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
-        updates where one of them could not. Who is interrupted amid the exchange itself leaves the group, and others
-        learn of it by their next header."""
+        """Applies the gradients that one backward pass has `reached`, in forward order, as one update. A collective: no
+        rank updates where one of them could not. A rank that is interrupted during the exchange itself leaves the
+        group; the others notice it at their next header."""
         try:
             ready, header = self._ready(reached)
             is_infinite = bool(header.set_by_any & INFINITE)
-            # nothing of a rank's own can fail any more, so they need not agree again
+            # no rank can fail any more before the update, so they need not agree again
             is_final = not is_infinite and bool(header.set_by_all & FINAL)
             with self.exchange.leaving_on_error():
                 if not self.eager_buffers.is_off:
@@ -124,7 +126,7 @@ class ShardedCallContext(ShardedContext):
                 call.over()
 
     def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Header]:
-        """What each forward is about to exchange, and the ranks' header. Raises on all ranks what one has met, or that
+        """What each forward is about to exchange, and the ranks' header. Raises on all ranks the error of one, or that
         they have reached different forwards."""
         failed: Exception | None = None
         ready: list[ReadyGradients] = []
@@ -134,24 +136,24 @@ class ShardedCallContext(ShardedContext):
             failed = error
         reached_flag = self._reached_flag([call.announced for call, _ in reached])
         flag = INFINITE * any(each.is_infinite for each in ready) | FINAL * all(each.is_final for each in ready)
-        updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
+        updates = failed is None and self.optimizer is not None  # a torch optimizer updates later, in its step
         header = self.announce(Phase.BACKWARD, flag=reached_flag << REACHED_SHIFT | flag, error=failed, updates=updates)
         _check_reached([each >> REACHED_SHIFT for each in header.flags])
         return ready, header
 
     @staticmethod
     def _reached_flag(announced: Sequence[int]) -> int:
-        """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
+        """The bits of a flag that say which forwards a backward pass has reached, by the numbers of their exchanges:
+        how many they are, and a checksum."""
         return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_COUNTED)
 
 
 class ShardedCall:
-    """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
-    the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
-    call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
-    its ids · `row_bound`: in a captured step, how many rows come back from each rank, if not one for each id ·
-    `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off reads what it has of
-    its own."""
+    """One forward. It requests rows from their owners, maybe long before the forward runs and fetches them. It has the
+    bags here of each part of each shard, and, of each shard, what all ranks request of this one, with the call that
+    answers. `number`: in the order of forwards, once it runs · `announced`: the number of the exchange of its ids ·
+    `row_bound`: in a captured step, how many rows come back from each rank, if not one for each id · `is_over`: whether
+    nothing reads its ids any more; a deferred update has its own copies."""
 
     row_bound: int | None = None
     is_over = False
@@ -162,23 +164,23 @@ class ShardedCall:
     _most_requested: Sequence[LargestRequest]
     _is_check_deferred = False
     _bounds: Bounds  # of the exchange
-    _recorded: RecordedRequest | None = None  # by what it is found and sent, if that is recorded
-    # of each part, where rows and gradients are written to each other's memory and not sent; and by whose barrier
+    _recorded: RecordedRequest | None = None  # the graphs that find and send its ids, if there are any
+    # of each part, the buffers where ranks write into each other's memory and send nothing; and whose barrier they use
     _buffers: Sequence[PartBuffers | None] = ()
     _memory: SymmetricMemory | EagerBuffers | None = None
 
     def __init__(self, context: ShardedCallContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
-        """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
-        whether that has yet to come."""
+        """Exchanges ids. Raises on all ranks the error of one. `flag`: of the forward (`forward_flag`) · `ahead`:
+        whether the forward runs later."""
         self.context = context
         self.consumed = self.keeps_rows = False
         self.within: Any = None
         self.number = self.announced = -1
         self.batch = batch.size
         self._n_ids = len(batch.ids)
-        self._words: torch.Tensor | None = None  # in a capture, what tells of the bags later
+        self._words: torch.Tensor | None = None  # in a capture: the host reads later how much is requested
         self._use = StreamUse(context.device)
-        self._given = batch if self._learns else None  # until all that ranks ask for is known to fit
+        self._given = batch if self._learns else None  # until the requests of all ranks are known to fit
         self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._requests = self._request_rows(ahead=ahead, flag=flag)
         if ahead:
@@ -189,7 +191,7 @@ class ShardedCall:
 
     @classmethod
     def of(cls, context: ShardedCallContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
-        """The call of a forward that has come: the one that was `planned`, if all ranks have theirs, or another."""
+        """The call of a forward that runs now: the `planned` one, if all ranks have planned theirs, else a new one."""
         if planned is None:
             return cls(context, batch, flag=flag)
         try:
@@ -206,7 +208,7 @@ class ShardedCall:
 
     @ranged("plan")
     def _find(self, batch: Batch, phase: Phase) -> Sequence[Bags]:
-        """The bags, which are found to be good; what is wrong with them all ranks raise."""
+        """The bags, checked. All ranks raise what is wrong with them."""
         captures = self.context.captures
         try:
             if captures.is_active:
@@ -232,64 +234,65 @@ class ShardedCall:
         return found
 
     def _check_request(self) -> None:
-        """Waits until the host can know what the bags ask for, and looks. Raises what is wrong with them."""
+        """Waits until the host can read how much the bags request, and notes it. Raises what is wrong with them."""
         assert self._recorded is not None
         self._is_check_deferred = False
         self._note_requested(self._recorded.check())
 
     @property
     def _counts(self) -> Counts:
-        """What it tells all ranks, as far as that is known."""
+        """What it announces to all ranks, as far as that is known."""
         return Counts(self.batch, [*self._most_requested])
 
     def _note_requested(self, most: Sequence[LargestRequest]) -> None:
-        """Notes how much it asks for, and warns where that is more than `max_ids`."""
+        """Notes the most that it requests from a rank, and warns where that is more than `max_ids`."""
         self._most_requested = most
         self.context.warn_if_longer(most)
 
     def _checked_bags(self) -> Sequence[Bags]:
-        """The bags as they are found, before anything is sent. As `_check_request`."""
+        """Finds the bags and checks them before anything is sent, as `_check_request` does."""
         found = self._find_recorded()
         self._check_request()
         return found
 
     def _find_recorded(self) -> list[GpuBags]:
-        """The bags as recorded launches find them. Does not synchronise."""
+        """The bags, found by recorded launches. Does not synchronise."""
         assert self._recorded is not None
         assert self._given is not None
         return self._recorded.find(self, self._given)
 
     def _find_and_pad(self) -> None:
-        """Finds the bags, and pads them to one size, while the header is on its way. The recorded launches are this
-        call's from here on."""
+        """Finds the bags and pads them to one size, while the header is on its way. From here on the recorded launches
+        belong to this call."""
         assert self._recorded is not None
         self._bags = self._find_recorded()
         self._recorded.pad()
 
     @property
     def _is_captured(self) -> bool:
-        """Whether it is of a step that is captured, or is to be: of all ranks alike."""
+        """Whether it belongs to a step that is captured, or will be. The same on all ranks."""
         return self.row_bound is not None or self._words is not None or self.context.on_buffers
 
     @property
     def _learns(self) -> bool:
-        """Whether sizes of exchanges are learned from what is asked for where the ranks have as many samples."""
+        """Whether the size of its exchange is learned from earlier batches with as many samples on each rank."""
         return self.context.recorded is not None and not self._is_captured
 
     def _request_rows(self, *, ahead: bool, flag: int) -> list[Request]:
-        """What is asked of each shard here."""
+        """Agrees with all ranks on the size of the exchange, and exchanges ids. Returns what is requested of each shard
+        here."""
         context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
         flag = (0 if ahead else flag) | NO_PLANS_AHEAD * (not context.offers_ahead)
         meanwhile = self._find_and_pad if self._is_check_deferred else None
         while True:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
-            if header.set_by_any & PLANNED:  # others had a plan, which they now give up
+            if header.set_by_any & PLANNED:  # other ranks had a plan, which they drop now
                 continue
             with context.exchange.leaving_on_error():
                 bounds = self._agreed_bounds(header)
             if bounds is not None:
                 break
-            if self._is_check_deferred:  # all need to know how much is asked for
+            if self._is_check_deferred:  # all ranks need to know how much is requested
                 try:
                     self._check_at_once()
                     self._bags = self._checked_bags()
@@ -306,15 +309,15 @@ class ShardedCall:
             return self._exchange_ids(header.samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
-        """Tells all ranks how much each is asked for, as far as that is known."""
+        """Announces how much it requests, as far as that is known; returns the header of all ranks."""
         flag |= CHECK_DEFERRED * self._is_check_deferred
         header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
         _check_alike(header)
         return header
 
     def _agreed_bounds(self, header: Header) -> Bounds | None:
-        """Of the exchange: those that were used before, if they take all that any rank asks for, else of as much as
-        that. None where that is not known yet."""
+        """The bounds of the exchange: those used before, if they take all that any rank requests, else just as much as
+        that. None where a rank does not know that yet."""
         context, most, bounds = self.context, header.most, None
         if self._is_captured:
             context.learn_ids(most)
@@ -329,7 +332,7 @@ class ShardedCall:
         return None if header.set_by_any & CHECK_DEFERRED else tuple(map(Bound.just, most))
 
     def _exchange_ids(self, samples: list[int]) -> list[Request]:
-        """What is asked of each shard, once the ids have come. `samples`: how many each rank has."""
+        """Exchanges ids; returns what is requested of each shard here. `samples`: of each rank."""
         exchange, bounds = self.context.exchange, self._bounds
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
@@ -337,7 +340,7 @@ class ShardedCall:
                     self._recorded.pad()
                 self._bags, requested = self._recorded.exchange()
                 return [*requested]
-            if self._is_check_deferred:  # they are padded for another one
+            if self._is_check_deferred:  # they were padded for other bounds
                 self._bags = self._find_recorded()
         requests = self.context.requests(samples, bounds)
         for bags, bound in zip(self._bags, bounds, strict=True):
@@ -351,12 +354,12 @@ class ShardedCall:
         return requests
 
     def _note_announced(self, flags: Sequence[int]) -> None:
-        """All ranks have announced the forward, or that they plan it."""
+        """All ranks have announced the forward, or its plan, with these `flags`."""
         self._flags = flags
         self.context.plans_ahead = not flags[0] & NO_PLANS_AHEAD
 
     def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
-        """What there is of each part, shard by shard."""
+        """The values of all parts, shard by shard."""
         begin = 0
         for shard in self.context.shards:
             yield of_parts[begin : begin + len(shard.parts)]
@@ -364,17 +367,17 @@ class ShardedCall:
 
     @property
     def _parts(self) -> list[RequestPart]:
-        """What is asked of this rank, of the parts of all shards."""
+        """What is requested of this rank, for the parts of all shards."""
         return [part for request in self._requests for part in request.parts]
 
     def may_fetch_first(self, flag: int) -> bool:
-        """Whether the forward of a call that was planned may look its rows up first, and then announce itself and them
-        by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
+        """Whether the forward of a planned call may look its rows up before it announces itself, and announce both by
+        one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
         return not flag & WEIGHTED and not self.context.lookups_change_rows
 
     def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
-        """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
-        cannot be planned now the forward plans, and finds out why."""
+        """Has `executor` plan and fetch the rows that are requested of this rank, before the forward runs. What cannot
+        be planned now the forward plans, and raises why."""
         for shard, request in zip(self.context.shards, self._requests, strict=True):
             with contextlib.suppress(TieredEmbError):
                 planned = shard.plan_ahead(executor, request, kind)
@@ -382,10 +385,10 @@ class ShardedCall:
         self._mark_used()
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
-        """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
-        what one has met. `weights`: floats (N,), of the samples here · `is_announced`: whether the others know that it
-        has come; else they learn it here, and it returns false, having sent nothing, where not all have planned theirs.
-        What of any rank does not fit, which is known here at the latest, all ask for again, in larger blocks."""
+        """The forward runs: looks up what is requested of this rank, and exchanges rows. Raises on all ranks the error
+        of one. `weights`: floats (N,), of the samples here · `is_announced`: whether the other ranks know that the
+        forward runs. Else this call announces it, and returns False, with nothing sent, unless all ranks have planned
+        theirs. Where the requests of a rank turn out not to fit, all ranks request again, in larger blocks."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
         weights_of_parts = self._exchange_weights(weights)
@@ -451,7 +454,7 @@ class ShardedCall:
         return True
 
     def _find_buffers(self) -> Sequence[PartBuffers | None]:
-        """Of each part, where its rows and gradients are written to, if they are not sent."""
+        """Of each part, the buffers in other ranks' memory for its rows and gradients; None where these are sent."""
         captures, eager = self.context.captures, self.context.eager_buffers
         buffers: Sequence[PartBuffers | None] | None = None
         self._memory = None
@@ -464,22 +467,23 @@ class ShardedCall:
             for part, buffer in zip(self._parts, buffers, strict=True)
         ):
             return buffers
-        self._memory = None  # also of a forward that is captured among such as were planned ahead
+        self._memory = None  # also where a captured forward was not planned ahead, as others of its step were
         return [None] * len(self._bags)
 
     def _receive(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
-        """What comes of several of a `kind` that all ranks send, or write to where it is."""
+        """Receives several tensors of one `kind`, which all ranks send; or, for a buffer that ranks write to, waits at
+        the barrier."""
         exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
         if written:
             assert self._memory is not None
             self._memory.barrier()
-        for each in written:  # as much as comes
+        for each in written:  # as much as is received from others
             exchange.count(kind, each, len(each) - len(each) // exchange.size)
         return [each if isinstance(each, torch.Tensor) else exchange.send(each, kind) for each in sending]
 
     def _check_after_exchange(self) -> None:
-        """Looks what was asked for, which may not fit the exchange that it was sent in: waits until its ids were found,
-        which was long before what the GPU does now. Raises what is wrong with them."""
+        """Checks behind the exchange whether the request fitted it. Waits until its ids were found, which was long
+        before the GPU's present work. Raises what is wrong with them."""
         recorded = self.context.recorded
         assert self._recorded is not None
         assert recorded is not None
@@ -489,12 +493,13 @@ class ShardedCall:
             self._check_at_once()
 
     def _check_at_once(self) -> None:
-        """From now on, for a while."""
+        """The next forwards check before they exchange, for a while."""
         assert self.context.recorded is not None
         self.context.recorded.check_at_once()
 
     def _request_again(self) -> None:
-        """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in larger blocks."""
+        """The request of some rank did not fit the exchange: drops its results, and exchanges ids again, in larger
+        blocks."""
         self._release_plans()
         self._planned, self._calls = [], []
         assert self._given is not None
@@ -507,7 +512,7 @@ class ShardedCall:
         self._requests = self._request_rows(ahead=False, flag=flag)
 
     def _exchange_weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Of each part the weights of the ids that are asked of this rank, where it pools them."""
+        """Of each part whose bags this rank pools for others, the weights of the ids that are requested of it."""
         found: list[torch.Tensor | None] = [None] * len(self._bags)
         if weights is None or not any(part.is_table_wise for part in self._parts):
             return found
@@ -529,11 +534,11 @@ class ShardedCall:
 
     @property
     def _requests_weight_gradient(self) -> list[bool]:
-        """Which ranks ask for the gradient of weights."""
+        """Of each rank, whether it requests the gradient of its weights."""
         return [bool(flag & GRADIENT) for flag in self._flags]
 
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
-        """The rows of ids that are pooled where they are, for those ranks that ask for the gradient of weights."""
+        """The rows of ids that owners pool, to be sent to the ranks that request the gradient of weights."""
         exchange, kept, requests_gradient = self.context.exchange, [], self._requests_weight_gradient
         mine = requests_gradient[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
@@ -575,10 +580,10 @@ class ShardedCall:
 
     @ranged("update")
     def ready(self, grad: torch.Tensor) -> ReadyGradients:
-        """What the owners are to be sent, given the gradient of the outputs here; nothing is yet. Raises what an update
-        of the rows here would."""
+        """What the owners are to be sent, given the gradient of the outputs here; sends nothing yet. Raises what an
+        update of the rows here would."""
         exchange, context = self.context.exchange, self.context
-        self._use.join()  # at its end autograd has the current stream wait for those of leaves on a GPU alone
+        self._use.join()  # autograd does this at its end, but only for streams of leaves on a GPU
         self._record_stream(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         buffers, sending, kept = (
@@ -586,7 +591,7 @@ class ShardedCall:
             list[list[Sending | torch.Tensor]](),
             list[torch.Tensor | None](),
         )
-        # others write to eager buffers again in their next forward
+        # other ranks write to eager buffers again in their next forward
         is_kept = self._memory is context.eager_buffers and context.updater.keeps_gradients
         for bags, part, buffer in zip(self._bags, self._parts, buffers, strict=True):
             rows: torch.Tensor | None = None
@@ -604,7 +609,8 @@ class ShardedCall:
         return ReadyGradients(sending, kept, is_infinite, is_final and all(len(scales) == 1 for scales in sending))
 
     def _buffers_of_gradients(self) -> Sequence[PartBuffers | None]:
-        """Of each part where its gradients are written to, which may begin now; None where they are sent."""
+        """Of each part the buffer for its gradients, to which this rank may write from now on; None where they are
+        sent."""
         eager = self.context.eager_buffers
         if self._memory is not eager:
             return self._buffers
@@ -619,8 +625,8 @@ class ShardedCall:
         return not bool(is_finite)
 
     def exchange_gradients(self, ready: ReadyGradients) -> list[list[torch.Tensor]]:
-        """Of each part what this rank receives of what all ranks have had `ready`. Every rank takes part, and has
-        agreed to."""
+        """Exchanges what all ranks have `ready`; returns, of each part, what this rank receives. A collective to which
+        all ranks have agreed."""
         each = iter(self._receive([each for its in ready.sending for each in its], GRADIENTS))
         received = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
@@ -632,29 +638,29 @@ class ShardedCall:
     def gradients(
         self, received: Sequence[Sequence[torch.Tensor]], *, is_infinite: bool
     ) -> list[tuple[Call, torch.Tensor]]:
-        """Of each shard the call of the rows that this rank owns, and the gradient of its output, of what was
-        `received`. `is_infinite`: whether a gradient of any rank is."""
+        """Of each shard the call that looked up the rows here, and the gradient of its output, made of what was
+        `received`. `is_infinite`: whether a gradient of any rank is not finite."""
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(received), strict=True):
             rows = request.gradient(call, its)
-            if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
+            if is_infinite:  # a row behind the gradients: the optimizer sees it, and no table row gets it
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
             found.append((call, rows))
         return found
 
     def _record_stream(self, *more: torch.Tensor) -> None:
-        """The current stream uses what was made of the call, and `more`."""
+        """The current stream uses the tensors of this call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
         requested = (tensor for request in self._requests for tensor in request.tensors())
         self._use.record_stream(itertools.chain(held, requested), more)
 
     def release(self) -> None:
-        """No backward will come, or no forward: its rows may leave the caches."""
+        """No backward will run, or no forward: its rows may leave the caches."""
         self._release_plans()
         self.over()
 
     def _release_plans(self) -> None:
-        """What was planned of it, and looked up, may leave the caches."""
+        """Releases its plans and lookups: their rows may leave the caches."""
         for among, planned in self._planned:
             among.drop(planned)
         for call in self._calls:
@@ -662,28 +668,28 @@ class ShardedCall:
         self._buffers = ()
 
     def over(self) -> None:
-        """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may
-        be asked for yet."""
+        """It is over, on the device with what the current stream has launched by now; unless the gradient of weights
+        may yet be requested."""
         self._mark_used()
         self._buffers = ()
         self.is_over = not self.keeps_rows
 
     def _mark_used(self) -> None:
-        """The current stream uses what is known of the ids, so far."""
+        """The current stream's launches by now use its recorded tensors."""
         if self._recorded is not None:
             self._recorded.mark_used()
 
 
 def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
-    """What the header of a forward says of it, and of its per-sample weights."""
+    """The flag in the header of a forward: whether it trains, and whether it has per-sample weights."""
     if weights is None:
         return TRAINS * trains
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
 def _check_alike(header: Header) -> None:
-    """Raises `PeerError`, on all ranks, where some have weights of their samples and others none, or some are to train
-    and others not."""
+    """Raises `PeerError`, on all ranks, where some ranks have per-sample weights and others none, or some train and
+    others do not."""
     flags = header.flags
     if not (header.set_by_any ^ header.set_by_all) & (WEIGHTED | TRAINS):
         return
@@ -711,7 +717,7 @@ def _check_reached(reached_flags: Sequence[int]) -> None:
 
 
 def check_update(call: Call) -> None:
-    """Raises what an update of the rows of a call would, before it changes any."""
+    """Raises what an update of the rows of a call would raise, before it changes any."""
     tables = call.context.tables.placed.now
     with tables.rows.held():
         for group, part in zip(tables.groups, call.parts, strict=True):

@@ -1,10 +1,10 @@
-"""What all ranks request of one in the tables of one width: one batch, of rows of tables that are dealt out, and of
-bags of those that the rank holds whole, alone or as all do. So there is one plan of it, and one update.
+"""What all ranks request of one in the tables of one width, as one batch: rows of row-wise tables, and bags of tables
+that this rank holds whole, alone or as all ranks do. So there is one plan of it, and one update.
 
-Messages are blocks of one size, of which the host knows the samples of each rank and nothing else. The ids of all ranks
-are put into the order that one process would have, feature by feature and in these rank by rank, and where each feature
-ends stands on the device. So an owner's update is that of one process, bit for bit. What is left at the end of their
-room is in no bag. On a CPU, where the tables' own host computes, there is room for no more ids than came.
+Messages are blocks of one size, of which the host knows each rank's samples and nothing else. The ids of all ranks are
+put into the order that one process would have, feature by feature and in these rank by rank. Where each feature ends is
+known on the device. So an owner's update is that of one process, bit for bit. The entries behind the last id belong to
+no bag. On a CPU, where the host knows how many ids it received, there are none.
 
 Rows of the output are single rows, or pooled bags (`step.stack`).
 """
@@ -35,9 +35,10 @@ _NUMBERS = itertools.count()
 
 
 class RequestPart(NamedTuple):
-    """What is requested of the tables of one part, of which this rank pools `held` features. How many values go to each
-    rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag, empty where it
-    stays here; as `grads`, one of each entry, or of each bag; in the `order` of entries, of values for these."""
+    """What is requested of the tables of one part, of which this rank pools `held` features. Each list has a number for
+    each rank. `message`: values received · `answer`: rows sent back, or of table-wise tables bags; empty where they
+    stay here · `grads`: gradients received, one for each entry or each bag · `order`: entries, of which values are
+    received."""
 
     is_table_wise: bool
     held: int
@@ -48,24 +49,24 @@ class RequestPart(NamedTuple):
 
 
 class RequestLayout:
-    """What those of one width have in common. Features are in the order of the collection."""
+    """What all requests of one width have in common. Features are in the order of the collection."""
 
     def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
         self.parts, self.rank, self.ranks, self.device = list(parts), rank, ranks, device
         self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
-        # the parts whose bags are pooled where their tables are, and the one whose rows go back; if there are any
+        # the parts whose owners pool the bags, and the one whose rows go back, if there are any
         self.table_wise = [number for number, part in enumerate(parts) if part.is_table_wise]
         self.row_wise = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
-        # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
+        # of each feature: its position among those of all parts, how its bags are pooled, and whether this rank does it
         self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
         self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_table_wise else None for _, p, k in found]
         self.is_held = [bool(held[p][k]) for _, p, k in found]
         self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
-        # of each of those its part, and which of that one's it is; and the other way round
+        # of each feature that is pooled here: its part, and its position there; and the inverse
         numbers = [itertools.count() for _ in parts]
         self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
         self.among = [self._upload([n for n, (p, _) in enumerate(self.pooled) if p == q]) for q in range(len(parts))]
@@ -74,13 +75,13 @@ class RequestLayout:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
-        """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
+        """The request of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
         return Request(self, samples, bounds)
 
 
 class Request:
-    """That of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once it has come
-    (`take`)."""
+    """The request of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once the
+    messages were received (`take`)."""
 
     batch: Batch
 
@@ -98,7 +99,7 @@ class Request:
         self._weights: torch.Tensor | None = None
 
     def take(self, messages: Sequence[torch.Tensor]) -> None:
-        """The messages have come, of each part. Does not synchronise."""
+        """Takes the received `messages`, one for each part. Does not synchronise."""
         if self.keeps_gradients and self._layout.device.type == "cuda":
             self._join(messages[0])
             return
@@ -119,7 +120,7 @@ class Request:
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
 
     def _join(self, message: torch.Tensor) -> None:
-        """The same of one part that is dealt out, by kernels."""
+        """The same for a single, row-wise part, by kernels."""
         (part,), ranks, ((bound, rows),) = self._layout.parts, self._layout.ranks, self._bounds
         joined = join_messages(message, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
         self._ends, self._joined, self._entry = joined.edges, joined.joined, [joined.entry]
@@ -129,7 +130,7 @@ class Request:
         )
 
     def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
-        """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
+        """Finds the entry of each id; returns where features begin and end, int64 (F + 1,)."""
         ranks, counts, firsts = self._layout.ranks, [], []
         starts = [0, *itertools.accumulate(self._entries)]
         rank = torch.arange(ranks, device=self._layout.device)[:, None]
@@ -148,7 +149,7 @@ class Request:
         is_id = piece < len(ends)
         piece.clamp_(max=len(ends) - 1)
         joined = (first - ends + count)[piece] + number
-        # of each part the entries of its ids; those of others, and what lies behind the last id, have none
+        # of each part the entries of its ids; W · bound for ids of other parts, and behind the last id
         self._entry = [
             torch.where(is_id & (joined >= start) & (joined < stop), joined - start, stop - start)
             for start, stop in itertools.pairwise(starts)
@@ -158,35 +159,36 @@ class Request:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether that of its output is what comes of its one part, as it comes."""
+        """Whether the gradient of its output is what its one part receives, unchanged."""
         return len(self.parts) == 1 and not self.parts[0].is_table_wise
 
     @property
     def _bags(self) -> int:
-        """How many rows of the output are of bags."""
+        """How many rows of the output are bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
     def _by_feature(self, of_parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Of each feature whose bags are pooled here, (ΣB, …), in their order: `of_parts` they are (F′, ΣB, …)."""
+        """The values of each feature whose bags are pooled here, (ΣB, …), in the order of the features. `of_parts`:
+        those of each part, (F′, ΣB, …)."""
         each = [() if its is None else its.unbind() for its in of_parts]
         return [each[part][k] for part, k in self._layout.pooled]
 
     def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
-        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. These lie as their
-        gradients will come, which so need not be put into the order of the ids. `lengths`: of the bags of each feature
-        that are pooled here, int64 (ΣB,) · `destination`: see `_picked`."""
+        """The layout of the output: bags, and behind them the rows of ids, one for each entry, whether or not it is
+        requested. Rows lie in the order in which their gradients are received, so these need not be sorted. `lengths`:
+        of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`: see `_picked`."""
         bags, length, layout = self._bags, len(self._joined), self._layout
         row_wise, rows = layout.row_wise, 1
         if row_wise is None:
             number = edges.new_full((length,), bags)
-        else:  # those of nobody have some
+        else:  # ids of other parts get the last
             rows = self._entries[row_wise]
             number = self._entry[row_wise].clamp(max=rows - 1) + bags
         runs, starts = [], edges[:0]
         if bags:
             each = torch.stack([*lengths])
             firsts = edges.index_select(0, layout.held_features)
-            ends = edges.index_select(0, layout.held_features + 1)  # beyond which nobody looks, whatever has come
+            ends = edges.index_select(0, layout.held_features + 1)  # no bag reads beyond its feature
             starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
@@ -197,18 +199,19 @@ class Request:
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
     def _picked(self, row_wise: int, destination: torch.Tensor | None) -> torch.Tensor:
-        """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
-        where there are no ids. `destination`: where rows of the entries go among them, if not one after the other
+        """Which id each row of a part that goes back is of, int64 (K,); any id for entries that are padding; empty
+        where there are no ids. `destination`: of each entry, where its row lies among those, if not at the entry
         (`firsts_of`)."""
         entry, back = self._entry[row_wise], sum(self.parts[row_wise].answer)
-        if destination is not None:  # nobody's goes behind them all
+        if destination is not None:  # ids of other parts go behind all rows
             entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
         picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._layout.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
     def _answer(self, call: Call, rows: torch.Tensor, back: int) -> torch.Tensor:
-        """Those that go `back`, of `rows` that were picked, unless they have gone."""
+        """The `back` rows to send, of `rows` that were picked; none if they have been written to the other ranks'
+        memory."""
         return rows if len(rows) or call.rows_to is not None else rows.new_zeros((back, rows.shape[1]))
 
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
@@ -226,18 +229,18 @@ class Request:
         return runs
 
     def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """Of the `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of others get
-        some."""
+        """Of `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of other parts get any
+        of them."""
         return values.index_select(0, self._entry[number].clamp(max=self._entries[number] - 1))
 
     def _scattered(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """The other way round: those of a part, of `values` of all ids."""
+        """The inverse: the values of a part's entries, of `values` of all ids."""
         out = values.new_empty((self._entries[number] + 1, *values.shape[1:]))
         out.index_copy_(0, self._entry[number][: len(values)], values)
         return out[:-1]
 
     def _filled(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """Of all ids what they multiply by: `values` of the entries of a part, ones for ids of others."""
+        """Factors of all ids: the `values` of a part's entries, ones for ids of other parts."""
         return torch.where(self._entry[number] < self._entries[number], self._gathered(number, values), 1.0)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
@@ -245,9 +248,10 @@ class Request:
     def look_up(
         self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
-        ids that are pooled is asked for, those rows, too, (W · bound, D). Of what stays here those of this rank.
-        `weights`: float32 (W · bound,), of the entries of those ids, where they are given."""
+        """Looks the batch up. Returns what goes back, of each part, (·, D) rank by rank: rows, or pooled bags of
+        `dtype`; what stays here is of this rank's bags alone. If `every` row is requested, returns the rows of ids that
+        are pooled, too, (W · bound, D). `weights`: float32 (W · bound,), of the entries of each part, where they are
+        given."""
         given = [self._filled(number, its) for number, its in enumerate(weights) if its is not None]
         if given:
             self._weights = functools.reduce(operator.mul, given)
@@ -264,8 +268,8 @@ class Request:
         return answers, all_rows
 
     def _by_rank(self, bags: torch.Tensor, number: int) -> torch.Tensor:
-        """Those of a part, of the values of all `bags`, (K, D), which lie feature by feature: in its features rank by
-        rank, or of this rank alone, where they stay here."""
+        """The bags of a part, rank by rank, of all `bags`, (K, D), which lie feature by feature; only those of this
+        rank where they stay here."""
         by_feature = bags.view(len(self._layout.pooled), sum(self._samples), bags.shape[1])
         pieces = torch.split(by_feature, self._samples, 1)
         if not self.parts[number].answer:
@@ -274,8 +278,7 @@ class Request:
         return torch.cat([piece.index_select(0, its).view(-1, bags.shape[1]) for piece in pieces])
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
-        """The rows of the entries of a part, or of those of this rank alone, where they stay here; of those of all
-        ids."""
+        """The rows of a part's entries, of `every` row of all ids; only those of this rank where they stay here."""
         rows, bound = self._scattered(number, every), self._bounds[number].ids
         return rows if self.parts[number].answer else rows[self._layout.rank * bound :][:bound]
 
@@ -286,8 +289,8 @@ class Request:
         return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1)
 
     def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """That of the output of `call`, float32 (·, D), of what came of each part, rank by rank: gradients (·, D), and
-        where they are multiplied by something that, float32 (W · bound,)."""
+        """The gradient of the output of `call`, float32 (·, D). `received`: of each part, rank by rank, gradients (·,
+        D) and, where they have factors, those, float32 (W · bound,)."""
         bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
         for number, (part, (grad, *scale)) in enumerate(zip(self.parts, received, strict=True)):
             for each in scale:
@@ -302,7 +305,7 @@ class Request:
         return torch.cat([*by_feature, *rows]) if by_feature else rows[0]
 
     def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `GpuBags`; behind `take`, on a GPU."""
+        """See `GpuBags`; to be called behind `take`, on a GPU."""
         self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
@@ -317,8 +320,8 @@ class Request:
         return request
 
     def separated(self) -> Request:
-        """As `rebind`, for a forward whose update may be put off until another has come: what that reads lies apart.
-        Its ids are told from those of another, which lie where these do."""
+        """As `rebind`, for a forward whose update may be deferred until another forward has run: what the update reads
+        is copied. A number tells its inputs from those of that forward, which lie at the same addresses."""
         request, stack = self.rebind(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
@@ -328,7 +331,7 @@ class Request:
         return request
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that lie on the device."""
+        """All tensors that it has on the device."""
         stack = self.batch.stack
         some = [] if self._weights is None else [self._weights]
         return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]
