@@ -1,10 +1,10 @@
-"""Steps of several ranks as CUDA graphs: what is found out before each of them, so that nothing inside has to wait.
+"""Steps of several ranks as CUDA graphs: what ranks find out before each step, so that nothing inside has to wait.
 
-A graph exchanges blocks of one size, and can refuse nothing: when a host hears of it, the dense layers have taken
-their step. So the ids of a batch are looked at before the replay, on a stream beside the one that computes: a wrong id
-is told of on all ranks, and a batch that does not fit runs eagerly on all of them. The size is `max_ids`, or somewhat
-more than such steps have requested so far: an eager one that requests more tells all ranks of it, which then capture
-anew.
+A graph exchanges blocks of one size, and cannot refuse a batch: by the time a host reads that one is wrong, the dense
+layers have taken their step. So the ids of a batch are checked before the replay, on a stream beside the one that
+computes. A wrong id is raised on all ranks, and a batch that does not fit runs eagerly on all of them. The size is
+`max_ids`, or somewhat more than such steps have requested so far. An eager step that requests more announces it to all
+ranks, which then capture anew.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
-WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; behind it how many rows it has asked for
+WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; the other bits: the rows it requests
 
 
 class FoundAhead:
-    """A forward that a captured step goes ahead to. `report`: of one that a graph has found, what it tells of its ids;
-    it was not known whether they fit exchanges of one size · `form`: the sizes of these."""
+    """A forward that a captured step plans ahead. `report`: words that a graph has written about its ids, where it was
+    not known before whether they fit · `form`: the sizes of its exchanges."""
 
     report: torch.Tensor | None = None
     form: Bounds | None
 
 
 class Captures(Agreement):
-    """That of a collection. `make_batch`: makes a checked batch of what a forward is given."""
+    """The `Agreement` of a collection. `make_batch`: makes a checked batch of the inputs of a forward."""
 
     def __init__(self, context: ShardedContext, finder: CountingFinder, make_batch: Callable[..., Batch]) -> None:
         self._context, self._finder, self._make_batch = context, finder, make_batch
-        self._known: set[object] = set()  # what is looked up in the step that is being captured
+        self._known: set[object] = set()  # the inputs of the step that is being captured
         self._failures_before = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
@@ -82,7 +82,7 @@ class Captures(Agreement):
         return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
 
     def report_buffer(self) -> torch.Tensor:
-        """On the CPU, for words that a graph will tell."""
+        """Memory on the CPU for the words that a graph reports."""
         return self._finder.report_buffer()
 
     def took(self, calls: Sequence[object]) -> bool:
@@ -131,8 +131,8 @@ class Captures(Agreement):
             self._known, self._buffers = set(), iter(())
 
     def _make_buffers(self, calls: int, *, ahead: bool) -> Iterator[list[PartBuffers | None]]:
-        """Where ranks can write into each other's memory, the buffers for rows and gradients of so many forwards, of
-        each row-wise part."""
+        """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
+        for each row-wise part; there are `calls` forwards."""
         context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
         bounds = context.bounds(context.row_bound if ahead else None)
         if bounds is None:
@@ -154,8 +154,8 @@ class Captures(Agreement):
         )
 
     def _behind_barrier(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
-        """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
-        earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
+        """The buffers of each forward. Before the first, the current stream waits for all ranks, as some may still read
+        what an earlier step has left. Hosts have not agreed to send rows by then: in a capture nothing runs."""
         self.symmetric.barrier()
         yield from buffers
 
@@ -169,7 +169,7 @@ class Captures(Agreement):
 
     def not_captured(self, error: Exception) -> None:
         exchange = self._context.exchange
-        if exchange.size > 1 and exchange.failures == self._failures_before:  # else all ranks know of it
+        if exchange.size > 1 and exchange.failures == self._failures_before:  # else all ranks have raised it
             self._context.announce(Phase.STEP, error=error)
 
     def rows_sent(self) -> None:
@@ -178,21 +178,20 @@ class Captures(Agreement):
         if exchanges is not None:
             exchanges()
 
-    # --- what a forward inside asks ---------------------------------------------------------------------------------
+    # --- for forwards inside ----------------------------------------------------------------------------------------
 
     def buffers(self) -> list[PartBuffers | None] | None:
-        """Where rows and gradients of the next forward inside are written to, of each part; None where they are
-        sent."""
+        """Of each part the buffers for rows and gradients of the next captured forward; None where these are sent."""
         return next(self._buffers, None)
 
     @property
     def is_active(self) -> bool:
-        """Whether the current stream is one of a step that is being captured."""
+        """Whether the current stream belongs to a step that is being captured."""
         return bool(self._known) and torch.cuda.is_current_stream_capturing()
 
     def find(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """The bags of a forward inside, and words that will tell of them. Raises `UnsupportedError` for one of which
-        nobody finds out whether its ids fit."""
+        """The bags of a captured forward, and words that will report on them. Raises `UnsupportedError` for inputs of
+        which nobody checks whether they fit."""
         if identity(batch.given) not in self._known:
             raise UnsupportedError(UNKNOWN_IDS)
         return self._finder.unchecked(batch, finds_firsts=finds_firsts)

@@ -1,5 +1,4 @@
-"""What the ranks of one sharded module share: which rows each holds, what they tell each other, and how much they
-exchange."""
+"""What the ranks of one sharded module share: which rows each holds, what they announce, and how much they exchange."""
 
 from __future__ import annotations
 
@@ -40,18 +39,17 @@ if TYPE_CHECKING:
     from tieredemb.sharding.request import Request
     from tieredemb.step.engine import Engine
 
-MARGIN, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
+MARGIN, SPREAD = 1.1, 8  # × the largest count of a batch, and × its root, by which counts vary
 
 
 @dataclass(eq=False, kw_only=True)
 class ShardedContext:
-    """What they share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of `output_dtype`,
-    on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are padded to, if the
-    user has named it; else those of captured steps are padded to what they have requested so far, as all ranks know ·
-    `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another for in one
-    part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the ranks have
-    told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all
-    do."""
+    """What the ranks share. `find`: finds the bags of a batch · `columns`: ΣD of an output, of `output_dtype`, on
+    `device` · `divisor`: what gradients are divided by · `max_ids`: the size of exchanges, if the user has named it;
+    else captured steps learn it from what they have requested so far, as all ranks know · `number`: of the last
+    exchange · `most_rows`: the most different rows that this rank has requested of another in one part, of batches that
+    captured steps plan ahead · `row_bound`: how many come back there, once the ranks have compared · `offers_ahead`:
+    whether this rank would plan eager steps ahead · `plans_ahead`: whether all ranks do."""
 
     layout: Layout
     exchange: Exchange
@@ -74,7 +72,7 @@ class ShardedContext:
 
     @property
     def updater(self) -> Engine:
-        """Who has the optimizer of rows here: of several widths that which comes to follow one last."""
+        """The engine with the optimizer of rows here: of several widths the one that follows an optimizer last."""
         return self.shards[-1].engine
 
     def check_trainable(self) -> None:
@@ -89,18 +87,18 @@ class ShardedContext:
 
     @property
     def id_bounds(self) -> tuple[int, ...] | None:
-        """Of each part, how many ids a captured step requests of another rank at most. All ranks know the same; None
-        where there was no such step yet."""
+        """Of each part, how many ids a captured step requests of another rank at most. Equal on all ranks; None where
+        there was no such step yet."""
         return self._learned if self.max_ids is None else (self.max_ids,) * len(self.no_counts.most)
 
     def bounds(self, row_bound: int | None) -> Bounds | None:
-        """Of the exchanges of captured steps, as of now, in which `row_bound` rows come back."""
+        """The present bounds of exchanges of captured steps in which `row_bound` rows come back."""
         if self.id_bounds is None:
             return None
         return tuple(Bound(ids, None if row_bound is None else min(ids, row_bound)) for ids in self.id_bounds)
 
     def warn_if_longer(self, most: Sequence[LargestRequest]) -> None:
-        """Says once that a batch of this rank, which requests so much, is of more than `max_ids`."""
+        """Warns, once, that a batch of this rank, which requests `most`, has more than `max_ids`."""
         ids = max(each.ids for each in most)
         if self.max_ids is None or ids <= self.max_ids or self._has_warned:
             return
@@ -113,8 +111,8 @@ class ShardedContext:
         )
 
     def learn_ids(self, most: Sequence[LargestRequest]) -> None:
-        """All ranks know now that none requests more than `most` of another in a batch of a step that is captured, or
-        is to be."""
+        """Learns, as all ranks do now, that none requests more than `most` of another for a step that is captured, or
+        will be."""
         if self.max_ids is not None:
             return
         known = self._learned or (1,) * len(most)
@@ -124,28 +122,28 @@ class ShardedContext:
         )
 
     def note_rows(self, most: Sequence[LargestRequest]) -> None:
-        """Notes how many rows a batch of this rank asks for: later graphs have room for as many to come back."""
+        """Notes how many rows a batch of this rank requests: later graphs let as many come back."""
         self.most_rows = max(self.most_rows, *(each.rows for each in most))
 
     def learn_rows(self, most: int) -> None:
-        """All ranks know now that no rank has asked another for more different rows than `most`."""
+        """Learns, as all ranks do now, that no rank has requested more than `most` different rows of another."""
         if self.id_bounds is not None and most > (self.row_bound or 0):
             self.row_bound = min(max(self.id_bounds), with_margin(most))
 
     @property
     def on_buffers(self) -> bool:
-        """Whether this thread runs a captured step, or one on the way to it, whose batches are copied to buffers."""
+        """Whether this thread runs a captured step, or prepares one: its batches are copied to buffers."""
         return self.shards[0].engine.may_exceed_bags
 
     @property
     def lookups_change_rows(self) -> bool:
-        """Whether a lookup by itself does, whatever comes of it; the same on all ranks."""
+        """Whether a lookup by itself changes rows, even if it is dropped; the same on all ranks."""
         contexts = [shard.context for shard in self.shards]
         return any(each.is_dense or each.options.max_norm is not None for each in contexts)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether infinite gradients keep the tables from an update: all ranks have to know."""
+        """Whether infinite gradients prevent the update of tables: all ranks have to know."""
         return self.optimizer is not None and self.optimizer.is_scaled
 
     def announce(
@@ -158,13 +156,13 @@ class ShardedContext:
         meanwhile: Callable[[], object] | None = None,
         updates: bool = False,
     ) -> Header:
-        """All ranks are to do something, for which each tells `counts` of its batch, or this one has met an `error`,
-        which all then raise. `updates`: an update follows, whose options are known. Waits for a GPU that has
-        the scale of a `GradScaler`, before an eager one. See `Exchange.header`."""
+        """Announces to all ranks what this one is about to do, with the `counts` of its batch, or that it has met an
+        `error`, which all then raise. `updates`: an update follows, whose options are known. Before an eager update it
+        waits for a GPU that has the scale of a `GradScaler`. See `Exchange.header`."""
         self.number += 1
         if counts is None:
             counts = self.no_counts
-        waits = phase is not Phase.STEP  # no replay waits for the one before
+        waits = phase is not Phase.STEP  # a replay does not wait for the one before
         if updates and waits and self.is_scaled:
             self.wait_for_stream()
         fingerprint = self._fingerprint(updates, waits=waits)
@@ -173,7 +171,7 @@ class ShardedContext:
         )
 
     def _fingerprint(self, updates: bool, *, waits: bool) -> UpdateFingerprint:
-        """What updates of rows here go by, of whatever width."""
+        """The fingerprint of what updates of rows here go by, of any width."""
         optimizer = self.shards[0].engine.optimizer
         if optimizer is None:
             return NO_FINGERPRINT
@@ -181,12 +179,12 @@ class ShardedContext:
         return UpdateFingerprint(optimizer.steps_fingerprint, coming, optimizer.course)
 
     def wait_for(self, done: torch.cuda.Event) -> None:
-        """Waits for a GPU before the ranks tell each other anything; see `Exchange.wait_for`."""
+        """Waits for a GPU, before a header; see `Exchange.wait_for`."""
         self.exchange.wait_for(done, self.no_counts)
 
     def wait_for_stream(self, done: torch.cuda.Event | None = None) -> None:
-        """The same for all that the current stream has launched by now, or for `done`: before this rank reads what
-        comes of it. On a CPU, and in a capture, there is nothing to do."""
+        """Waits for what the current stream has launched by now, or for `done`, before this rank reads the results.
+        Does nothing on a CPU and in a capture."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             if done is None:
                 done = torch.cuda.Event()
@@ -199,7 +197,8 @@ class ShardedContext:
         return [shard.request_layout.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
 
     def check_capacity(self, bounds: Bounds) -> None:
-        """Raises `InvalidInputError`, on all ranks alike, where these blocks are more than an owner can plan."""
+        """Raises `InvalidInputError`, on all ranks alike, where an owner cannot plan blocks as large as the
+        `bounds`."""
         ranks, widths = self.exchange.size, (shard.space.width for shard in self.shards for _ in shard.parts)
         for bound, most, width in zip(bounds, self.largest, widths, strict=True):
             if bound.ids > most:
@@ -210,7 +209,7 @@ class ShardedContext:
 
     @property
     def largest(self) -> list[int]:
-        """Of each part, how many ids of a rank an owner can plan at most."""
+        """Of each part, how many ids of one rank an owner can plan at most."""
         of_shards = [
             min(2 * MOST_ENTRIES // max(2, len(shard.parts)), MAX_BAGS // len(shard.space.features))
             for shard in self.shards
@@ -219,17 +218,18 @@ class ShardedContext:
         return [most // ranks for most, shard in zip(of_shards, self.shards, strict=True) for _ in shard.parts]
 
     def bags_of(self, batch: Batch) -> tuple[Sequence[Bags], list[LargestRequest]]:
-        """What `find` finds. Waits for the current stream."""
+        """The result of `find`. Waits for the current stream."""
         return self.find(batch, self.wait_for_stream)
 
     @property
     def stages_rows(self) -> bool:
-        """Whether lookups wait for the GPU, as rows come through host memory."""
+        """Whether lookups wait for the GPU, as rows pass through host memory."""
         return any(not group.cache.cold.device_readable for each in self.shards for group in each.engine.tables.groups)
 
     @contextlib.contextmanager
     def announcing_errors(self, phase: Phase) -> Iterator[None]:
-        """What this rank alone fails in, inside, the others learn of by the next header, which is of that `phase`."""
+        """Announces an error of this rank inside to the others, which learn of it by their next header, of that
+        `phase`."""
         try:
             yield
         except PeerError:
@@ -245,10 +245,10 @@ class ShardedContext:
 
     @functools.cached_property
     def no_counts(self) -> Counts:
-        """Of a header that announces no batch."""
+        """The counts of a header that announces no batch."""
         return Counts(0, [LargestRequest(0, 0)] * len(self.parts))
 
 
 def with_margin(most: int) -> int:
-    """A bound of counts that were this many at most."""
+    """A bound for counts of which `most` was the largest so far."""
     return int(MARGIN * most + SPREAD * math.sqrt(most)) + 1

@@ -1,4 +1,4 @@
-"""Several ranks, each of which holds some of the rows, and looks batches of its own up in all of them."""
+"""Several ranks, each of which holds some of the rows, and looks up batches of its own in all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class DistributedRanks(Ranks):
-    """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
+    """The ranks of a group. `config`: of the whole tables · `states`: the optimizer state of their rows."""
 
     def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
         self._context = context
@@ -52,7 +52,7 @@ class DistributedRanks(Ranks):
 
     @property
     def tables(self) -> Sequence[TableConfig]:
-        """Of the whole collection."""
+        """The tables of the whole collection."""
         return self._config.tables
 
     @property
@@ -79,8 +79,8 @@ class DistributedRanks(Ranks):
         kind: PlanKind,
         memory: Any,
     ) -> Planned:
-        """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
-        forward raises on all of them."""
+        """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. The forward raises on all ranks
+        what one raises here."""
         made: CompletedFuture[Any]
         try:
             made = CompletedFuture(self._planned_call(executor, given, make_batch, kind, memory))
@@ -121,7 +121,7 @@ class DistributedRanks(Ranks):
         return call
 
     def _as_long(self, batch: Batch) -> Batch:
-        """The batch, which in buffers may be followed by what is left of longer ones."""
+        """The batch. In buffers its ids may be followed by those of longer batches before it."""
         return batch._replace(exact=False) if batch.exact and self._context.on_buffers else batch
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class DistributedRanks(Ranks):
         try:
             yield
         except Exception as error:
-            if not self._reached:  # the others are about to exchange ids
+            if not self._reached:  # the other ranks are about to exchange ids
                 self._context.announce(Phase.FORWARD, error=error)
             raise
 
@@ -165,8 +165,8 @@ class DistributedRanks(Ranks):
             return call
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            # The leaf lies on the CPU. Autograd reaches it on the thread that has called backward, which so is the one
-            # that sends the gradients and updates the rows: no other thread has to wake up
+            # The leaf lies on the CPU, so autograd reaches it on the thread that has called backward. That thread sends
+            # the gradients and updates the rows: no other thread has to wake up
             leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
             return look_up(leaf if trains else hook, weights, make)
         call = make()
@@ -185,7 +185,7 @@ class DistributedRanks(Ranks):
         self._context.announce(Phase.UPDATE, error=error, updates=updates)
 
     def _announce(self, phase: Phase, error: Exception | None = None) -> None:
-        """All are about to do that, or this rank has met an `error`, which all then raise."""
+        """Announces to all ranks what this one is about to do, or an `error`, which all then raise."""
         self._context.announce(phase, error=error)
 
     def follow(
@@ -240,7 +240,7 @@ class DistributedRanks(Ranks):
         if not (problems_of_others or problems):
             own = {}
             for t, ranks in given.items():
-                if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # so copies are of one
+                if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # all copies are those of rank 0
                     own[t] = self._sent(t, weights[t] if exchange.rank == 0 else None)
                 else:
                     own[t] = self._own(t, weights[t])
@@ -248,12 +248,12 @@ class DistributedRanks(Ranks):
         return set(given), problems_of_others
 
     def _own(self, table: int, weight: torch.Tensor) -> torch.Tensor:
-        """Those rows of a table that this rank holds."""
+        """The rows of a table that this rank holds."""
         part = self._context.layout.part(table, self._context.exchange.rank)
         return weight[part.first :: part.step]
 
     def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
-        """The same of the `weight` of rank 0."""
+        """The same of the `weight` that rank 0 has."""
         exchange, announce = self._context.exchange, functools.partial(self._announce, Phase.WRITE)
         own: dict[str, torch.Tensor] = {}
         for rank in range(exchange.size):
@@ -263,8 +263,8 @@ class DistributedRanks(Ranks):
         return own["weight"]
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
-        """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
-        Raises on all ranks what one has met."""
+        """Sets the rows of tables that this rank holds, once all ranks have space for theirs; else none is set. Raises
+        on all ranks the error of one."""
         todo: list[Change] = []
         for held in self.held:
             its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
@@ -285,7 +285,7 @@ class DistributedRanks(Ranks):
         self._planned.drop_all()
 
     def rows(self, phase: Phase, prefix: str = "", names: tuple[str, ...] = ()) -> ShardedRows:
-        """What there is to save and to load here; `prefix`, `names`: see `NotedTables`."""
+        """What this rank has to save and to load; `prefix`, `names`: see `NotedTables`."""
         exchange, layout = self._context.exchange, self._context.layout
         announce = functools.partial(self._announce, phase)
         return ShardedRows(
@@ -302,7 +302,7 @@ class DistributedRanks(Ranks):
 
     @property
     def _written(self) -> list[SymmetricMemory | EagerBuffers]:
-        """What ranks write to in each other's memory."""
+        """Memory that other ranks write to."""
         return [self._context.captures.symmetric, self._context.eager_buffers]
 
     def stats(self) -> ShardedStats:

@@ -1,8 +1,9 @@
-"""What ranks tell each other before they exchange anything, the words of a header; and the sizes of an exchange that
-follow from them.
+"""The words of a header, which announces what a rank is about to do; and the sizes of an exchange that follow from
+them.
 
-An `UpdateFingerprint` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have
-met an error between."""
+An `UpdateFingerprint` is computed at the header itself: an earlier one would differ between ranks that have met an
+error since.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from tieredemb.config import Array
 
-WORDS = 6  # before the `Counts`: those of `Announcement`, and the flag
+WORDS = 6  # of an `Announcement` and the flag, before those of `Counts`
 
 
 class Phase(enum.IntEnum):
@@ -35,8 +36,8 @@ class Phase(enum.IntEnum):
     LOAD = 11
     FOLLOW = 12
     NORM = 13
-    WHOLE = 14  # whichever of these
-    BUSY = 15  # nothing yet: all others announce again what they have
+    WHOLE = 14  # any of those with whole tables
+    BUSY = 15  # nothing yet: all other ranks announce again what they do
     CONSTRUCT = 16
     BUFFERS = 17
 
@@ -68,8 +69,8 @@ _DESCRIPTIONS = {
 
 
 class UpdateFingerprint(NamedTuple):
-    """Fingerprints of what updates of rows go by, to be equal on all ranks: `before`, of those so far; `next`, of the
-    one that a header announces, or 0. `describe`: what they are of, by name."""
+    """Fingerprints of what updates of rows go by, which have to be equal on all ranks. `before`: of all updates so far
+    · `next`: of the update that a header announces, or 0 · `describe`: returns what they are made of, by name."""
 
     before: int
     next: int
@@ -80,8 +81,8 @@ NO_FINGERPRINT = UpdateFingerprint(0, 0, dict)
 
 
 class Announcement(NamedTuple):
-    """The words of one rank that have to be those of all: what it is about to do, as which of its calls, whether it has
-    met an error, and on which `UpdateFingerprint` it is."""
+    """The words of a header that have to be equal on all ranks: the phase, the number of the call, whether the rank has
+    met an error, and its `UpdateFingerprint`."""
 
     phase: int
     number: int
@@ -91,23 +92,22 @@ class Announcement(NamedTuple):
 
 
 class LargestRequest(NamedTuple):
-    """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
-    `rows`."""
+    """The most that a batch requests of any one rank in one part: `ids`, and different `rows` in a row-wise part."""
 
     ids: int
     rows: int
 
 
 class Bound(NamedTuple):
-    """The size of an exchange in one part: how many ids each rank is sent, and how many rows come back where tables are
-    dealt out, each of several ids; None if one comes back for each id."""
+    """The size of an exchange in one part: how many `ids` each rank is sent, and how many `rows` come back where tables
+    are row-wise, one for several ids; None if one comes back for each id."""
 
     ids: int
     rows: int | None
 
     @classmethod
     def just(cls, most: LargestRequest) -> Bound:
-        """That which takes no more than a batch requests."""
+        """The bound that takes no more than a batch requests."""
         return cls(max(1, most.ids), max(1, most.rows))
 
     @property
@@ -129,51 +129,51 @@ def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
 
 
 def largest_requests(counts: Sequence[Array]) -> list[LargestRequest]:
-    """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
-    these are the first of their row; of whole tables zeros."""
+    """The largest request of each part, by its `counts`, int64 (W, 2 F): how many ids of each feature go to each rank,
+    and how many of them are the first of their row; zeros for table-wise tables."""
     return [LargestRequest(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
 
 
 class Counts(NamedTuple):
-    """What a rank says of its batch: how many `samples` it has, and what it requests in each part at `most`."""
+    """What a header says of a batch: the rank's `samples`, and the `most` that it requests in each part."""
 
     samples: int
     most: list[LargestRequest]
 
     @property
     def words(self) -> list[int]:
-        """All of it; as many in every header."""
+        """The words of a header, as many in every header."""
         return [self.samples, *itertools.chain.from_iterable(self.most)]
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Counts:
-        """Those that such words say."""
+        """Reads such words."""
         return cls(words[0], [*map(LargestRequest, words[1::2], words[2::2])])
 
 
 class Header(NamedTuple):
-    """What each rank has announced: `words`, of its `Counts` · `flags`. These are so few that lists take less time
-    than arrays."""
+    """What all ranks have announced. `words`: of their `Counts` · `flags`. These are so few that lists are faster than
+    arrays."""
 
     words: Sequence[Sequence[int]]
     flags: Sequence[int]
 
     @property
     def samples(self) -> list[int]:
-        """How many each rank has."""
+        """How many samples each rank has."""
         return [its[0] for its in self.words]
 
     @property
     def most(self) -> list[LargestRequest]:
-        """What any rank requests at most, in each part."""
+        """The most that any rank requests in each part."""
         return Counts.of([*map(max, zip(*self.words, strict=True))]).most
 
     @property
     def set_by_any(self) -> int:
-        """The bits of the flags that any rank has set."""
+        """The bits that any rank has set."""
         return functools.reduce(operator.or_, self.flags)
 
     @property
     def set_by_all(self) -> int:
-        """Those that all have set."""
+        """The bits that all ranks have set."""
         return functools.reduce(operator.and_, self.flags)

@@ -1,4 +1,6 @@
-"""The side of a lookup on the CPU where the bags are: which rows they ask whom for, and what becomes of these."""
+"""The bags of a lookup on the CPU of the rank that requests it: which rows they request of which owner, and their
+pooling.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class HostFinder:
         return self(batch)[1]
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """What is wrong is known at once."""
+        """On a CPU errors are raised at once."""
         return self(batch)[0], self.report_buffer()
 
     def most(self, words: torch.Tensor) -> list[LargestRequest]:
@@ -58,7 +60,7 @@ class HostFinder:
 
 
 class HostBags:
-    """See `Bags`: of tables that are dealt out. `counts`: see `largest_requests`."""
+    """See `Bags`: of row-wise tables. `counts`: see `largest_requests`."""
 
     requested: torch.Tensor
     sent: list[int]
@@ -75,7 +77,7 @@ class HostBags:
         )
         found = find_owners(bags, space, layout.size)
         self._order, self._homes = found.order, found.homes
-        self._padding: Array | None = None  # which occurrences are sent, and add nothing to their bags
+        self._padding: Array | None = None  # occurrences that are sent but add nothing to their bags
         if part.sends_padding:
             self._padding = bags.keys == part.padding_keys[bags.feature]
         self._requested = torch.from_numpy(found.requested)
@@ -102,7 +104,7 @@ class HostBags:
         return None
 
     def keep(self, every: torch.Tensor) -> None:
-        """Nothing: rows are pooled here."""
+        """Does nothing: rows are pooled here."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
@@ -120,7 +122,7 @@ class HostBags:
             self._rows = found
 
     def _read(self) -> Array:
-        """Which of the rows that have come each occurrence reads, int32 (N,)."""
+        """Which of the received rows each occurrence reads, int32 (N,)."""
         homes = self._homes
         return homes if self._padding is None else np.where(self._padding, np.int32(DROPPED), homes)
 
@@ -130,7 +132,7 @@ class HostBags:
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         space, order, width = self.space, self._order, self.space.width
-        if not len(self._homes):  # entries, if there are any, are nobody's
+        if not len(self._homes):  # all entries are padding
             none, scaled = torch.zeros((len(order), width), device="cpu"), self._is_weighted or space.has_mean
             return none, none.new_zeros(len(order)) if scaled else None
         feature = self._bags.feature[order]

@@ -1,7 +1,7 @@
-"""A forward of ranks that a captured step goes ahead of: what is known of it lies where that of the forward before did.
+"""A forward of ranks that a captured step plans ahead: its results lie in the memory of an earlier such forward.
 
-A replay that computes a batch finds what an earlier one has exchanged and planned of it at one place, whichever of the
-graphs that was.
+A replay that computes a batch finds the results of its exchange and plan at one place, whichever graph has written
+them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class PersistentMemory:
-    """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `report`.
-    `plans`: where each shard's plan does, once there are any."""
+    """The memory of one forward planned ahead: `tensors` like those `found`, and the `report` that a graph writes for
+    the host. `plans`: the memory of each shard's plan, once there are any."""
 
     def __init__(self, found: Sequence[torch.Tensor], report: torch.Tensor) -> None:
         self.report = report
@@ -40,11 +40,11 @@ class PersistentMemory:
         self.plans: list[CallMemory] = []
 
     def fits(self, found: Sequence[torch.Tensor]) -> bool:
-        """Whether these have the form of those."""
+        """Whether tensors have the shapes and dtypes of its own."""
         return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in self.tensors]
 
     def fill(self, found: Sequence[torch.Tensor]) -> None:
-        """Copies them there, in one launch of each dtype. Does not synchronise."""
+        """Copies tensors there, in one launch for each dtype. Does not synchronise."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in found):
             pairs = [pair for pair in zip(self.tensors, found, strict=True) if pair[0].dtype is dtype]
             with torch.no_grad():
@@ -52,13 +52,13 @@ class PersistentMemory:
 
 
 class PersistentCall(ShardedCall, FoundAhead):
-    """Such a forward, planned into the `memory` of one that is over, or into a new one."""
+    """A forward that is planned into the `memory` of one that is over, or into new memory."""
 
     _bags: Sequence[GpuBags]
 
     def __init__(self, context: ShardedCallContext, batch: Batch, memory: PersistentMemory | None = None) -> None:
-        """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
-        `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
+        """Exchanges ids as a `ShardedCall` that goes ahead, with each different row coming back once. Raises
+        `UnsupportedError` on all ranks where a batch is known to have more than fits."""
         self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
         self.form = context.bounds(self.row_bound)
@@ -104,7 +104,7 @@ class PersistentCall(ShardedCall, FoundAhead):
             assert isinstance(call, DeviceCall)
             self._plans.append(call)
         made = [plan.memory for plan in self._plans]
-        if made != self.memory.plans:  # a graph that knows of others is to notice
+        if made != self.memory.plans:  # another object, so that a graph with other plans notices
             self.memory = shallow_copy(self.memory)
             self.memory.plans = made
 
@@ -114,7 +114,7 @@ class PersistentCall(ShardedCall, FoundAhead):
         return [part for plan in self._plans for part in plan.parts]
 
     def rebind(self, tickets: Sequence[DeviceTicket]) -> PersistentCall:
-        """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
+        """The call that a replay has planned into the memory of this one, with the `tickets` of its parts."""
         call, tickets_of_parts = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call._bags = [each.rebind() for each in self._bags]

@@ -49,9 +49,7 @@ MOST_FORMS = 4  # recorded at most: those used last
 MOST_AT_ONCE = 4  # forwards of one form in flight, each with graphs of its own
 MOST_BOUNDS = 64  # kept at most, one for each tuple of samples: those used last
 LOOSE = 2  # × what a batch needs with a margin: the rest of a larger bound would be wasted
-SMALLEST_BOUND = (
-    64  # ids or rows: of a bound below that the rest is sent all the same, as nearly empty parts come and go
-)
+SMALLEST_BOUND = 64  # ids or rows: a bound up to twice that is never too large, as small parts vary a lot
 CHECKED_FIRST = 16  # forwards that check first, after one that did not fit
 
 

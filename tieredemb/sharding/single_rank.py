@@ -1,4 +1,4 @@
-"""A group of one rank: nothing is exchanged, and everything is done, and costs, as in one process."""
+"""A group of one rank: nothing is exchanged, and each call does, and costs, what it does in one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Bags of tables that one rank holds each, or all ranks, on the CPU where they are: their ids go there, and they come
-back pooled."""
+"""Bags of table-wise and replicated tables, on the CPU of the rank that requests them: the owners receive their ids,
+and send the bags pooled.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class HostTableWiseBags:
-    """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up.
-    `counts`: see `largest_requests`; no id is inverted."""
+    """See `Bags`. Padding ids are not sent, unless their row is to be scaled: a bag is as long as it has ids to look
+    up. `counts`: see `largest_requests`; no id is inverted."""
 
     requested: torch.Tensor
     sent: list[int]
@@ -54,7 +55,7 @@ class HostTableWiseBags:
         self._rows = np.empty((0, space.width), np.float32)
 
     def _kept_values(self, values: Array) -> Array:
-        """Of values of all occurrences those that are looked up."""
+        """The values of the occurrences that are looked up, of `values` of all."""
         return values if self._kept is None else values[self._kept]
 
     def pad(self, bound: Bound) -> None:
@@ -67,7 +68,7 @@ class HostTableWiseBags:
         self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def _by_rank(self, values: Array) -> Array:
-        """Of values of those occurrences that are looked up those by rank."""
+        """The same `values` sorted by the ranks that own them."""
         return np.concatenate([values[self._ranges[f]] for f in self.part.by_rank])
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
