@@ -78,7 +78,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     for all. Of row-wise tables a row is sent for each different id of a rank's batch, and back a gradient for each
     occurrence; of table-wise ones pooled bags and their gradients; of replicated ones gradients of bags alone, to all
     ranks · `capacity`: of each rank · `average`: whether gradients of the tables are divided by the number of ranks, as
-    `DistributedDataParallel` does with those of the dense layers · `max_ids`: how many ids a rank requests of another
+    `DistributedDataParallel` does with those of the dense layers · `max_ids`: how many ids a rank requests from another
     at most, in tables of one width and one kind of sharding. Exchanges are padded to it; for a batch of more the ranks
     agree on a larger size, to the same bits, and a warning says how many ids there are. None: the ranks agree on a size
     for each batch, on GPUs for each number of samples, and for captured steps (`graph_step`) on that of their largest
@@ -92,7 +92,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do. What ranks
     announce to each other goes through memory of the host that they share, or by gloo where they share none. In a group
     of gloo alone rows pass through host memory. An eager forward waits for the GPU once, to learn how many ids it
-    requests of a rank at most, and whether one is wrong.
+    requests from a rank at most, and whether one is wrong.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone

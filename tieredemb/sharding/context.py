@@ -47,9 +47,9 @@ class ShardedContext:
     """What the ranks share. `find`: finds the bags of a batch · `columns`: ΣD of an output, of `output_dtype`, on
     `device` · `divisor`: what gradients are divided by · `max_ids`: the size of exchanges, if the user has named it;
     else captured steps learn it from what they have requested so far, as all ranks know · `number`: of the last
-    exchange · `most_rows`: the most different rows that this rank has requested of another in one part, of batches that
-    captured steps plan ahead · `row_bound`: how many come back there, once the ranks have compared · `offers_ahead`:
-    whether this rank would plan eager steps ahead · `plans_ahead`: whether all ranks do."""
+    exchange · `most_rows`: the most different rows that this rank has requested from another in one part, of batches
+    that captured steps plan ahead · `row_bound`: how many come back there, once the ranks have compared ·
+    `offers_ahead`: whether this rank would plan eager steps ahead · `plans_ahead`: whether all ranks do."""
 
     layout: Layout
     exchange: Exchange
@@ -87,7 +87,7 @@ class ShardedContext:
 
     @property
     def id_bounds(self) -> tuple[int, ...] | None:
-        """Of each part, how many ids a captured step requests of another rank at most. Equal on all ranks; None where
+        """Of each part, how many ids a captured step requests from another rank at most. Equal on all ranks; None where
         there was no such step yet."""
         return self._learned if self.max_ids is None else (self.max_ids,) * len(self.no_counts.most)
 
@@ -111,7 +111,7 @@ class ShardedContext:
         )
 
     def learn_ids(self, most: Sequence[LargestRequest]) -> None:
-        """Learns, as all ranks do now, that none requests more than `most` of another for a step that is captured, or
+        """Learns, as all ranks do now, that none requests more than `most` from another for a step that is captured, or
         will be."""
         if self.max_ids is not None:
             return
@@ -126,7 +126,7 @@ class ShardedContext:
         self.most_rows = max(self.most_rows, *(each.rows for each in most))
 
     def learn_rows(self, most: int) -> None:
-        """Learns, as all ranks do now, that no rank has requested more than `most` different rows of another."""
+        """Learns, as all ranks do now, that no rank has requested more than `most` different rows from another."""
         if self.id_bounds is not None and most > (self.row_bound or 0):
             self.row_bound = min(max(self.id_bounds), with_margin(most))
 

@@ -1,6 +1,6 @@
 """The bags of a lookup on the GPU of the rank that requests it: the twin of `host_bags`.
 
-Before ranks exchange ids, the host has to know the most that it requests of any rank, or whether that fits a size on
+Before ranks exchange ids, the host has to know the most that it requests from any rank, or whether that fits a size on
 which the ranks have agreed. So it waits once for each batch, and reads in the same copy whether an id or an offset is
 wrong.
 """

@@ -92,7 +92,7 @@ class Announcement(NamedTuple):
 
 
 class LargestRequest(NamedTuple):
-    """The most that a batch requests of any one rank in one part: `ids`, and different `rows` in a row-wise part."""
+    """The most that a batch requests from any one rank in one part: `ids`, and different `rows` in a row-wise part."""
 
     ids: int
     rows: int

@@ -3,7 +3,7 @@ CUDA graphs, where batches of one form occur repeatedly: three replays stand for
 ours.
 
 Between the graphs is what no eager graph can hold: the header by which ranks agree to an exchange of one size, and the
-exchange. The size is `max_ids`. Where the user names none, it is somewhat more than any rank has requested of another
+exchange. The size is `max_ids`. Where the user names none, it is somewhat more than any rank has requested from another
 where the ranks had as many samples, which all of them know by the headers. The number of different rows that come back
 is learned likewise. The host does not wait to learn whether a batch fits: it launches what follows as if it did, and
 checks before rows are sent. A batch that does not fit is requested again, in blocks of just the size that it needs; a
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 class RecordedRequests:
     """The recorded requests of one module's forwards. `_bounds`: by the samples of each rank, the bounds of an exchange
     of one size, equal on all ranks · `_samples`: what all ranks had when this one had as many as the key ·
-    `_last_requested`: what this rank has requested of another, by the samples of each rank."""
+    `_last_requested`: what this rank has requested from another, by the samples of each rank."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
@@ -99,7 +99,7 @@ class RecordedRequests:
 
     def agreed_bounds(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
         """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
-        more than `most` of another in each part. Returns the bounds of an exchange of one size, if they take that and
+        more than `most` from another in each part. Returns the bounds of an exchange of one size, if they take that and
         are not far too large. All ranks compute the same."""
         samples_of_ranks, max_ids = tuple(samples), self._context.max_ids
         _put(self._samples, size, samples_of_ranks)
@@ -127,7 +127,7 @@ class RecordedRequests:
         return Bound(report_buffer, rows)
 
     def last_requested(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
-        """What this rank last requested of another in each part, where the ranks had as many `samples`."""
+        """What this rank last requested from another in each part, where the ranks had as many `samples`."""
         return self._last_requested.get(tuple(samples)) or self._context.no_counts.most
 
     def note(self, samples: Sequence[int], most: Sequence[LargestRequest]) -> None:
