@@ -230,7 +230,7 @@ class Requests:
         device, tables = ids.device, len(shape.sizes)
         self._ids, self._samples = ids, (len(offsets) - 1) // tables
         self._table = torch.arange(tables, device=device).repeat_interleave(offsets[:: self._samples].diff())
-        self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is dealt out
+        self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is row-wise
         self._is_row_wise = self._holder[self._table] < 0
         self._owner = torch.where(self._is_row_wise, (ids + self._table) % layout.size, self._holder[self._table])
         self._width = torch.tensor(shape.widths, device=device)
@@ -553,7 +553,7 @@ def title(plan: Plan) -> str:
         f"then with prefetch, then without it under "
         f"`torch.autograd.set_multithreading_enabled(False)`; then as CUDA graphs, without and with prefetch. The "
         f"parts of a step: all-to-alls in equal parts, of as many bytes as a rank exchanges with others (8 an id; of "
-        f"a table that is dealt out a row for each different id, and a gradient for each occurrence; of one that "
+        f"a row-wise table a row for each different id, and a gradient for each occurrence; of one that "
         f"another rank holds a vector for each bag, both ways); a captured step of one GPU that holds all rows; "
         f"PCIe's time for the rows that move."
     )

@@ -316,16 +316,16 @@ def describes_what_nobody_has_chosen(rank, size):
 
 def test_small_tables_are_row_wise_unless_one_says_otherwise(worlds):
     (by_default, by_name), rows, weights = worlds(3).run(describes_what_nobody_has_chosen)[0]
-    why = "dealt out to 3 ranks, the default: it sends least where bags have one id"
+    why = "row-wise over 3 ranks, the default: it sends least where bags have one id"
     assert by_default == [f"a: 1 × 4, {why}", f"b: 90 × 4, {why}"]
-    assert by_name == ["a: 1 × 4, replicated on 3 ranks", "b: 90 × 4, dealt out to 3 ranks"]
+    assert by_name == ["a: 1 × 4, replicated on 3 ranks", "b: 90 × 4, row-wise over 3 ranks"]
     assert rows == [[1, 30], [0, 30], [0, 30]]  # a rank may have no row of a table
     assert weights["tables.a.weight"].shape == (1, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_collection_says_who_holds_what(worlds, size):
-    where = "whole on rank 0" if size == 1 else "dealt out to 2 ranks"
+    where = "whole on rank 0" if size == 1 else "row-wise over 2 ranks"
     for told_of, printed in worlds(size).run(describes):
         sizes = [(1, 4), (3, 8), (17, 4), (40, 8)]
         assert told_of == [f"t{t}: {rows} × {width}, {where}" for t, (rows, width) in enumerate(sizes)]

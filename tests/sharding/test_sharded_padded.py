@@ -34,7 +34,7 @@ SHARED = [
     te.TableConfig(name="b", num_embeddings=23, embedding_dim=4),
     te.TableConfig(name="c", num_embeddings=29, embedding_dim=4, mode="mean", feature_names=("u", "v", "w")),
 ]
-MANY = 1500  # more ids than any rank asks another for
+MANY = 1500  # more ids than any rank requests from another
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
@@ -119,7 +119,7 @@ def sizes_sent(rank, size, max_ids, samples, ahead):
         loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
         for batch in loop:
             step_of(model, batch, weighted=False)
-    sent = [tuple(sending.sent) for _, sending, *_ in calls]
+    sent = [tuple(sending.sent_sizes) for _, sending, *_ in calls]
     model.close()
     return Counter(sent), [str(each.message) for each in warned if "max_ids" in str(each.message)]
 
@@ -142,7 +142,7 @@ def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_sai
     answers = worlds(3).run(sizes_sent, 24, most_on_rank_2, ahead)
     assert [len(warned) for _, warned in answers] == [0, 0, 1]
     (text,) = answers[2][1]
-    assert text.startswith("rank 2 asks another rank for ")
+    assert text.startswith("rank 2 requests ")
     assert int(text.split("pass max_ids=")[1].split()[0]) > 24
     assert not any(are_of_one_size(counts) for counts, _ in answers)
     for counts, warned in worlds(3).run(sizes_sent, 200, most_on_rank_2, ahead):
@@ -273,7 +273,10 @@ def built(rank, size, bounds):
 def test_a_bound_that_cannot_be_is_refused(worlds, bad):
     for kind, text in worlds(2).run(built, (bad, bad)):
         assert kind == "ConfigError"
-        assert "max_ids must be a number of ids that a rank asks another for at most, 1 … 67108864 with 2 ranks" in text
+        assert (
+            "max_ids must be the number of ids that a rank requests from another at most, 1 … 67108864 with 2 ranks"
+            in text
+        )
 
 
 def test_bounds_that_differ_are_refused(worlds):
@@ -485,7 +488,7 @@ def test_blocks_that_no_owner_takes_are_refused_on_all_ranks(worlds):
     for errors, _ in answers:
         assert [each is None for each in errors] == [True, False, True]
         assert errors[1][0] == "InvalidInputError"
-        assert "2 ranks may request 2 at most of each other: split the batch" in errors[1][1]
+        assert "2 ranks may request 2 at most from each other: split the batch" in errors[1][1]
     assert answers[0][0] == answers[1][0]
     alone = te.TieredEmbeddingBagCollection(MIXED, optimizer=te.Adagrad(lr=0.1), capacity=0.5)
     for step in (0, 2):

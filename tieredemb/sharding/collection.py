@@ -256,7 +256,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if self.layout.size == 1 or not any(self.layout.is_default):
                 raise
             raise StorageFormatError(
-                f"{error}. Rows of all tables are dealt out, the default; if the files were written with other "
+                f"{error}. All tables are row-wise, the default; if the files were written with other "
                 f"sharding=, pass that (earlier versions held tables of less than 1 MiB whole: TableWise())"
             ) from error
 
@@ -444,7 +444,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if owner == REPLICATED and size > 1:
                 held = f"replicated on {size} ranks"
             elif owner == ROW_WISE and size > 1:
-                held = f"dealt out to {size} ranks"
+                held = f"row-wise over {size} ranks"
                 if self.layout.is_default[t]:
                     held += ", the default: it sends least where bags have one id"
             lines.append(f"{table.name}: {table.num_embeddings} × {table.embedding_dim}, {held}")
@@ -517,8 +517,8 @@ def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
     most = MOST_ENTRIES // ranks
     if number is not None and not (is_whole(number) and 1 <= number <= most):
         raise ConfigError(
-            f"max_ids must be a number of ids that a rank asks another for at most, 1 … {most} with {ranks} ranks, or "
-            f"None, got {shown(number)}"
+            f"max_ids must be the number of ids that a rank requests from another at most, 1 … {most} with {ranks} "
+            f"ranks, or None, got {shown(number)}"
         )
     return number
 

@@ -104,7 +104,7 @@ class ShardedContext:
             return
         self._has_warned = True
         warnings.warn(
-            f"rank {self.exchange.rank} asks another rank for {ids} ids of tables of one width, more than "
+            f"rank {self.exchange.rank} requests {ids} ids of tables of one width from another rank, more than "
             f"max_ids={self.max_ids}: such a step is exchanged in larger blocks, and runs eagerly, on all ranks; "
             f"pass max_ids={ids} or more to have it captured",
             stacklevel=2,
@@ -203,8 +203,8 @@ class ShardedContext:
         for bound, most, width in zip(bounds, self.largest, widths, strict=True):
             if bound.ids > most:
                 raise InvalidInputError(
-                    f"a rank requests {bound.ids} ids of another in the tables of width {width}; {ranks} ranks may "
-                    f"request {most} at most of each other: split the batch. Nothing was changed"
+                    f"a rank requests {bound.ids} ids from another in the tables of width {width}; {ranks} ranks may "
+                    f"request {most} at most from each other: split the batch. Nothing was changed"
                 )
 
     @property

@@ -144,7 +144,7 @@ class Exchange:
             if monotonic() > deadline:
                 error = self._broken_by(
                     f"the GPU of rank {self.rank} was still busy after {timeout:g} s (timeout=), "
-                    f"with what it is to do before the ranks tell each other anything: it may wait for an exchange of "
+                    f"with work that has to end before the ranks' next exchange: it may wait for an exchange of "
                     f"your own, or of DistributedDataParallel, in which another rank takes no part. Start all of them "
                     f"again from the last checkpoint"
                 )

@@ -433,8 +433,8 @@ class GpuFinder:
     def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[LargestRequest]]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "a lookup of several ranks waits for the GPU, to learn how many ids one is asked for at most, which a "
-                "CUDA graph cannot hold: let tieredemb.graph_step capture the step"
+                "a lookup of several ranks waits for the GPU, to learn how many ids it requests from one at most: a "
+                "CUDA graph cannot do that; let tieredemb.graph_step capture the step"
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()

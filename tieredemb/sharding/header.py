@@ -62,7 +62,7 @@ _DESCRIPTIONS = {
     Phase.FOLLOW: "follows an optimizer",
     Phase.NORM: "reads the norm of a gradient",
     Phase.WHOLE: "reads or writes whole tables",
-    Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
+    Phase.BUSY: "reports that it is alive, as its GPU has been busy for long",
     Phase.CONSTRUCT: "constructs a sharded collection",
     Phase.BUFFERS: "allocates buffers that other ranks write to",
 }
