@@ -57,13 +57,13 @@ class Part:
     @functools.cached_property
     def held(self) -> list[int]:
         """How many features each of the `ranks` has."""
-        its: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
-        return its
+        counts: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
+        return counts
 
     def held_by(self, rank: int) -> Array:
         """Which features' bags a rank pools, bool (F,)."""
-        its: Array = (self.owner == rank) | (self.copies > 1)
-        return its
+        is_held: Array = (self.owner == rank) | (self.copies > 1)
+        return is_held
 
     @functools.cached_property
     def padding_keys(self) -> Array:
@@ -79,9 +79,9 @@ def parts_of(
     as there are any. `columns`: see `KeySpace`."""
     parts = []
     for kind in (ROW_WISE, 0, REPLICATED):
-        its = [t for t in tables if min(layout.owner[t], 0) == kind]
-        if its:
-            space = KeySpace(layout.tables, its, columns)
+        tables_of_kind = [t for t in tables if min(layout.owner[t], 0) == kind]
+        if tables_of_kind:
+            space = KeySpace(layout.tables, tables_of_kind, columns)
             owner, copies = layout.owner[space.tables[space.table]], 1
             if kind == REPLICATED:
                 owner, copies = np.zeros_like(owner), layout.size

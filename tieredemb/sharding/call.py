@@ -393,7 +393,7 @@ class ShardedCall:
         self.number = next(NUMBERS)
         weights_of_parts = self._exchange_weights(weights)
         failed: Exception | None = None
-        answers: list[torch.Tensor] = []
+        rows_of_parts: list[torch.Tensor] = []
         rows_of_all_ids: list[torch.Tensor | None] = []
         try:
             self._record_stream()
@@ -418,11 +418,13 @@ class ShardedCall:
                     trains=trains,
                     every=any(self._requests_weight_gradient),
                 )
-                answers += found[0]
+                rows_of_parts += found[0]
                 rows_of_all_ids += found[1]
             sending = [
                 exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
-                for answer, part, bags, buffer in zip(answers, self._parts, self._bags, self._buffers, strict=True)
+                for answer, part, bags, buffer in zip(
+                    rows_of_parts, self._parts, self._bags, self._buffers, strict=True
+                )
             ]
             kept = self._rows_for_weights(rows_of_all_ids)
             if self._is_check_deferred:
@@ -521,9 +523,9 @@ class ShardedCall:
         try:
             self._record_stream(weights)
             for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
-                mine = bags.sent_weights(weights)
-                if mine is not None:
-                    sending[number] = exchange.sending(mine, bags.ids, part.order)
+                own_weights = bags.sent_weights(weights)
+                if own_weights is not None:
+                    sending[number] = exchange.sending(own_weights, bags.ids, part.order)
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
@@ -540,7 +542,7 @@ class ShardedCall:
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
         """The rows of ids that owners pool, to be sent to the ranks that request the gradient of weights."""
         exchange, kept, requests_gradient = self.context.exchange, [], self._requests_weight_gradient
-        mine = requests_gradient[exchange.rank]
+        is_own_requested = requests_gradient[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None and not part.answer:
                 kept.append((bags, exchange.sending(rows, [], [])))
@@ -550,7 +552,7 @@ class ShardedCall:
                     [its for its, is_requested in zip(pieces, requests_gradient, strict=True) if is_requested]
                 )
                 sent = [n * is_requested for n, is_requested in zip(part.order, requests_gradient, strict=True)]
-                kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))
+                kept.append((bags, exchange.sending(rows, sent, [n * is_own_requested for n in bags.ids])))
         return kept
 
     def complete(self) -> bool:
@@ -599,8 +601,8 @@ class ShardedCall:
                 rows, scale = bags.gradient(grad, context.divisor)
             else:
                 scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to)
-            given = [each for each in (rows, scale) if each is not None]
-            scales = [exchange.sending(each, bags.grads, part.grads) for each in given]
+            given = [values for values in (rows, scale) if values is not None]
+            scales = [exchange.sending(values, bags.grads, part.grads) for values in given]
             sending.append([*scales] if buffer is None else [buffer.grads.received, *scales])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
         for call in self._calls:
@@ -641,8 +643,8 @@ class ShardedCall:
         """Of each shard the call that looked up the rows here, and the gradient of its output, made of what was
         `received`. `is_infinite`: whether a gradient of any rank is not finite."""
         found = []
-        for request, call, its in zip(self._requests, self._calls, self._by_shard(received), strict=True):
-            rows = request.gradient(call, its)
+        for request, call, received_of_shard in zip(self._requests, self._calls, self._by_shard(received), strict=True):
+            rows = request.gradient(call, received_of_shard)
             if is_infinite:  # a row behind the gradients: the optimizer sees it, and no table row gets it
                 rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
             found.append((call, rows))

@@ -203,9 +203,9 @@ def _write(rows: Sequence[ShardedRows], path: str, token: str, written: list[str
     number = rows[0].exchange.rank * sum(len(each.shards) for each in rows)
     with checkpoint.checkpoint_errors(path, "saving"):
         for each in rows:
-            its, why = each.write(path, token, written, number)
-            entries |= its
-            reasons += why
+            written_entries, reasons_of_rows = each.write(path, token, written, number)
+            entries |= written_entries
+            reasons += reasons_of_rows
             number += len(each.shards)
         fsync_directory(path)
     return entries, joined_reasons(reasons)

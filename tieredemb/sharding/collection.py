@@ -166,7 +166,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
                 self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused, self._states)
-            self._ranks = self._among(exchange, held, plain_config, exchange.size if average else 1, most)
+            self._ranks = self._make_ranks(exchange, held, plain_config, exchange.size if average else 1, most)
 
         try:
             # before a file is opened: ranks that would build different tables must not change any
@@ -178,14 +178,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
         except BaseException as error:
-            _abandon(exchange, held, error)
+            _close_after_error(exchange, held, error)
             raise
         self._know_features()
         self._frozen = False
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
 
-    def _among(
+    def _make_ranks(
         self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int, max_ids: int | None
     ) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
@@ -523,7 +523,7 @@ def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
     return number
 
 
-def _abandon(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:
+def _close_after_error(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:
     """Leaves the other ranks, and closes what a construction has opened before its `error`."""
     with contextlib.ExitStack() as all_of_them:  # from the last to the first, even if one fails
         for each in held:

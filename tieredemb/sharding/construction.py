@@ -192,10 +192,10 @@ class Construction:
     def _check_alike(self, found: Sequence[dict[str, Any]]) -> None:
         """Raises `ConfigError` for the problem of a rank, or where ranks would give a new group different names. Torch
         names a group by how many a process has made: ranks that have made others would wait for each other."""
-        for rank, its in enumerate(found):
-            if its["problem"]:
-                raise ConfigError(f"rank {rank}: {its['problem']}")
-        counts = [its["groups"] for its in found]
+        for rank, values in enumerate(found):
+            if values["problem"]:
+                raise ConfigError(f"rank {rank}: {values['problem']}")
+        counts = [values["groups"] for values in found]
         if len(set(counts)) > 1:
             raise ConfigError(
                 f"the ranks {self._ranks} are in different numbers of process groups ({counts}), by which torch tells "

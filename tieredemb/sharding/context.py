@@ -193,8 +193,8 @@ class ShardedContext:
 
     def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
         """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
-        its = iter(bounds)
-        return [shard.request_layout.of(samples, [next(its) for _ in shard.parts]) for shard in self.shards]
+        bounds_of_parts = iter(bounds)
+        return [shard.request_layout.of(samples, [next(bounds_of_parts) for _ in shard.parts]) for shard in self.shards]
 
     def check_capacity(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where an owner cannot plan blocks as large as the

@@ -102,7 +102,7 @@ class DistributedRanks(Ranks):
     ) -> ShardedCall:
         try:
             executor.wait_for_inputs()
-            batch = self._as_long(make_batch(*given))
+            batch = self._allow_more_ids(make_batch(*given))
         except Exception as error:
             self._context.announce(Phase.PLAN, error=error)
             raise
@@ -120,7 +120,7 @@ class DistributedRanks(Ranks):
             raise
         return call
 
-    def _as_long(self, batch: Batch) -> Batch:
+    def _allow_more_ids(self, batch: Batch) -> Batch:
         """The batch. In buffers its ids may be followed by those of longer batches before it."""
         return batch._replace(exact=False) if batch.exact and self._context.on_buffers else batch
 
@@ -136,7 +136,7 @@ class DistributedRanks(Ranks):
 
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
         self._reached = True
-        context, batch = self._context, self._as_long(batch)
+        context, batch = self._context, self._allow_more_ids(batch)
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         flag = forward_flag(weights, trains=trains)
@@ -241,7 +241,7 @@ class DistributedRanks(Ranks):
             own = {}
             for t, ranks in given.items():
                 if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # all copies are those of rank 0
-                    own[t] = self._sent(t, weights[t] if exchange.rank == 0 else None)
+                    own[t] = self._own_from_rank_0(t, weights[t] if exchange.rank == 0 else None)
                 else:
                     own[t] = self._own(t, weights[t])
             self._set_own(own)
@@ -252,25 +252,25 @@ class DistributedRanks(Ranks):
         part = self._context.layout.part(table, self._context.exchange.rank)
         return weight[part.first :: part.step]
 
-    def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
+    def _own_from_rank_0(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
         """The same of the `weight` that rank 0 has."""
         exchange, announce = self._context.exchange, functools.partial(self._announce, Phase.WRITE)
         own: dict[str, torch.Tensor] = {}
         for rank in range(exchange.size):
             part = self._context.layout.part(table, rank)
-            its = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
-            own |= rows_from_rank_0(exchange, rank, None if its is None else {"weight": its})
+            rows = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
+            own |= rows_from_rank_0(exchange, rank, None if rows is None else {"weight": rows})
         return own["weight"]
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
         """Sets the rows of tables that this rank holds, once all ranks have space for theirs; else none is set. Raises
         on all ranks the error of one."""
-        todo: list[Change] = []
+        changes: list[Change] = []
         for held in self.held:
-            its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
-            if its:
-                todo.append(_change(held, its))
-        change_on_all_ranks(functools.partial(self._announce, Phase.WRITE), todo)
+            weights = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
+            if weights:
+                changes.append(_change(held, weights))
+        change_on_all_ranks(functools.partial(self._announce, Phase.WRITE), changes)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         save([self.rows(Phase.SAVE)], directory, extra)
@@ -297,20 +297,20 @@ class DistributedRanks(Ranks):
         self._planned.drop_all()
         is_intact = not self._context.exchange.is_broken
         self._context.exchange.close()
-        for memory in self._written:
+        for memory in self._peer_memory:
             memory.close(frees=is_intact)
 
     @property
-    def _written(self) -> list[SymmetricMemory | EagerBuffers]:
+    def _peer_memory(self) -> list[SymmetricMemory | EagerBuffers]:
         """Memory that other ranks write to."""
         return [self._context.captures.symmetric, self._context.eager_buffers]
 
     def stats(self) -> ShardedStats:
-        waited = sum(memory.wait_seconds for memory in self._written)
+        waited = sum(memory.wait_seconds for memory in self._peer_memory)
         return replace(super().stats(), gpu_wait_seconds=waited)
 
     def memory_report(self) -> dict[str, Any]:
-        size = sum(memory.bytes for memory in self._written)
+        size = sum(memory.bytes for memory in self._peer_memory)
         return {"peers": {"rows": size}} if size else {}
 
 

@@ -125,12 +125,14 @@ class Exchange:
         words = [phase, number, error is not None, fingerprint.before, fingerprint.next, flag]
         with self.leaving_on_error():
             theirs = self._exchange_headers(phase, words, counts, meanwhile)
-            while Phase.BUSY in [its[0] for its in theirs]:
+            while Phase.BUSY in [words_of_rank[0] for words_of_rank in theirs]:
                 theirs = self._exchange_headers(phase, words, counts)
-        announced = [its[: WORDS - 1] for its in theirs]
+        announced = [words_of_rank[: WORDS - 1] for words_of_rank in theirs]
         if error is not None or announced.count(announced[0]) < len(announced):
             self._check_announced([Announcement(*each) for each in announced], error, fingerprint)
-        return Header([its[WORDS:] for its in theirs], [its[WORDS - 1] for its in theirs])
+        return Header(
+            [words_of_rank[WORDS:] for words_of_rank in theirs], [words_of_rank[WORDS - 1] for words_of_rank in theirs]
+        )
 
     def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
         """Waits for a GPU, before a header with as many `counts`. The GPU may be waiting for a rank that has ended. So
@@ -191,17 +193,17 @@ class Exchange:
                 f"write whole tables, or a norm of their gradients{planning}"
             )
         if len({each.before for each in announced}) > 1 or len({each.next for each in announced if each.next}) > 1:
-            mine: dict[str, object] = {}
+            own_values: dict[str, object] = {}
             with contextlib.suppress(Exception):  # of a GPU, say: the others must not wait for this rank
-                mine = fingerprint.describe()
-            found = self.all_gather_object(mine)
-            other = _difference(found) if all(found) else "what updates the rows differs between the ranks"
-            if not other:  # they differ by rounding alone
+                own_values = fingerprint.describe()
+            found = self.all_gather_object(own_values)
+            difference = _difference(found) if all(found) else "what updates the rows differs between the ranks"
+            if not difference:  # they differ by rounding alone
                 return
             raise self._broken_by(
-                f"{other}; each rank has to take the same steps, by the same options: a scheduler that goes by a loss "
-                f"or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table are "
-                f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
+                f"{difference}; each rank has to take the same steps, by the same options: a scheduler that goes by a "
+                f"loss or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table "
+                f"are not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
     def _send_header(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
@@ -460,9 +462,9 @@ class Exchange:
         found = self.all_gather_object((error is not None, what), phase)
         if any(failed for failed, _ in found):
             self._raise(error, phase)
-        other = _difference([each for _, each in found])
-        if other:
-            raise ConfigError(f"{other}; give the same on all of them")
+        difference = _difference([each for _, each in found])
+        if difference:
+            raise ConfigError(f"{difference}; give the same on all of them")
 
     def check_device(self, device: torch.device) -> None:
         """Notes where the ranks' GPUs are. Raises `ConfigError` on all ranks where two share a GPU, which NCCL

@@ -131,7 +131,7 @@ def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
 def largest_requests(counts: Sequence[Array]) -> list[LargestRequest]:
     """The largest request of each part, by its `counts`, int64 (W, 2 F): how many ids of each feature go to each rank,
     and how many of them are the first of their row; zeros for table-wise tables."""
-    return [LargestRequest(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
+    return [LargestRequest(*of_part.reshape(len(of_part), 2, -1).sum(2).max(0).tolist()) for of_part in counts]
 
 
 class Counts(NamedTuple):

@@ -202,15 +202,15 @@ class RecordedRequest:
                 self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
                 if isinstance(offsets, torch.Tensor):
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
-            still = batch._replace(ids=self._ids, offsets=offsets)
+            batch_of_graph = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
             self._requests: list[Request] = context.requests(self.samples, bounds)
             per_rank = [part.message for request in self._requests for part in request.parts]
-            self._per_rank = [sum(its) for its in zip(*per_rank, strict=True)]
+            self._per_rank = [sum(sizes) for sizes in zip(*per_rank, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
 
             def find() -> None:
-                found, words = finder.unchecked(still, finds_firsts=True)
+                found, words = finder.unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
                 finder.leave_out_faulty(found, words)
                 self._found: list[GpuBags] = found

@@ -110,13 +110,13 @@ class Request:
             )
         ]
         self._ends = edges = self._place(received)
-        ids, destination = torch.cat([its.ids for its in received]), None
+        ids, destination = torch.cat([message.ids for message in received]), None
         if self._layout.row_wise is not None:
             row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
                 ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
         ids = ids.index_select(0, self._joined)
-        stack = self._stack(edges, self._by_feature([its.lengths for its in received]), destination)
+        stack = self._stack(edges, self._by_feature([message.lengths for message in received]), destination)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
 
     def _join(self, message: torch.Tensor) -> None:
@@ -134,9 +134,9 @@ class Request:
         ranks, counts, firsts = self._layout.ranks, [], []
         starts = [0, *itertools.accumulate(self._entries)]
         rank = torch.arange(ranks, device=self._layout.device)[:, None]
-        for its, bound, start in zip(messages, self._bounds, starts, strict=False):
-            counts.append(its.counts)
-            firsts.append(torch.cumsum(its.counts, 1) - its.counts + rank * bound.ids + start)
+        for message, bound, start in zip(messages, self._bounds, starts, strict=False):
+            counts.append(message.counts)
+            firsts.append(torch.cumsum(message.counts, 1) - message.counts + rank * bound.ids + start)
         order = self._layout.order
         count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
         first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
@@ -217,8 +217,8 @@ class Request:
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
         runs, feature, done = [], 0, 0
-        for mode, its in itertools.groupby(self._layout.modes):
-            count = len(list(its))
+        for mode, modes in itertools.groupby(self._layout.modes):
+            count = len(list(modes))
             held = sum(self._layout.is_held[feature : feature + count])
             feature += count
             if held and mode is not None:
@@ -239,7 +239,7 @@ class Request:
         out.index_copy_(0, self._entry[number][: len(values)], values)
         return out[:-1]
 
-    def _filled(self, number: int, values: torch.Tensor) -> torch.Tensor:
+    def _factors(self, number: int, values: torch.Tensor) -> torch.Tensor:
         """Factors of all ids: the `values` of a part's entries, ones for ids of other parts."""
         return torch.where(self._entry[number] < self._entries[number], self._gathered(number, values), 1.0)
 
@@ -252,7 +252,7 @@ class Request:
         `dtype`; what stays here is of this rank's bags alone. If `every` row is requested, returns the rows of ids that
         are pooled, too, (W · bound, D). `weights`: float32 (W · bound,), of the entries of each part, where they are
         given."""
-        given = [self._filled(number, its) for number, its in enumerate(weights) if its is not None]
+        given = [self._factors(number, values) for number, values in enumerate(weights) if values is not None]
         if given:
             self._weights = functools.reduce(operator.mul, given)
         every = every and any(part.is_table_wise for part in self.parts)
@@ -274,8 +274,8 @@ class Request:
         pieces = torch.split(by_feature, self._samples, 1)
         if not self.parts[number].answer:
             pieces = pieces[self._layout.rank : self._layout.rank + 1]
-        its = self._layout.among[number]
-        return torch.cat([piece.index_select(0, its).view(-1, bags.shape[1]) for piece in pieces])
+        numbers = self._layout.among[number]
+        return torch.cat([piece.index_select(0, numbers).view(-1, bags.shape[1]) for piece in pieces])
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
         """The rows of a part's entries, of `every` row of all ids; only those of this rank where they stay here."""
@@ -285,16 +285,16 @@ class Request:
     def _joined_bags(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """Values of bags that lie rank by rank, (K, D), by feature: (F′, ΣB, D)."""
         pieces = torch.split(bags, [features * each for each in self._samples])
-        its = zip(pieces, self._samples, strict=True)
-        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1)
+        pieces_of_ranks = zip(pieces, self._samples, strict=True)
+        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in pieces_of_ranks], 1)
 
     def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The gradient of the output of `call`, float32 (·, D). `received`: of each part, rank by rank, gradients (·,
         D) and, where they have factors, those, float32 (W · bound,)."""
         bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
-        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, received, strict=True)):
-            for each in scale:
-                filled = self._filled(number, each)
+        for number, (part, (grad, *scales)) in enumerate(zip(self.parts, received, strict=True)):
+            for factors in scales:
+                filled = self._factors(number, factors)
                 call.weigh(filled if self._weights is None else filled * self._weights)
             bags.append(self._joined_bags(grad, part.held) if part.is_table_wise else None)
             if not part.is_table_wise:
@@ -333,5 +333,5 @@ class Request:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that it has on the device."""
         stack = self.batch.stack
-        some = [] if self._weights is None else [self._weights]
-        return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]
+        weights = [] if self._weights is None else [self._weights]
+        return [self._joined, *self._entry, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]

@@ -163,7 +163,7 @@ class RowStates:
             }
         )
         for table in sorted(sent):
-            loaded[table] = self._sent(config, table, entries.get(table, {}))
+            loaded[table] = self._part_from_rank_0(config, table, entries.get(table, {}))
         self._check_steps(loaded)
         self._agreed(lambda: self._check(config, loaded))
         return loaded
@@ -184,7 +184,7 @@ class RowStates:
         shard, number = self._place(table)
         return loaded_state(shard.engine.tables, config, number, entry, self.layout.part(table, rank))
 
-    def _sent(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
+    def _part_from_rank_0(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
         """The same of an entry that rank 0 alone has: it makes each rank's part, and sends it before it makes the
         next."""
         exchange = self.exchange
@@ -211,12 +211,12 @@ class RowStates:
     def set(self, loaded: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
         """Overwrites the state of this rank's rows by what was `taken`, once all ranks have space for it; then calls
         `then`."""
-        todo: list[Change] = []
+        changes: list[Change] = []
         for shard in self.shards:
             states = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
             if states:
-                todo.append(_change(shard, states))
-        change_on_all_ranks(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
+                changes.append(_change(shard, states))
+        change_on_all_ranks(functools.partial(self.announce, Phase.WRITE_STATE), changes, then)
 
     def _agreed(self, action: Callable[[], R]) -> R:
         """See `agreed`, for what is about to be set."""

@@ -243,10 +243,10 @@ class SymmetricMemory:
                 handle = symmetric.rendezvous(memory, self._exchange.group)
                 held.append(handle)
                 of_ranks = [handle.get_buffer(k, (memory.shape[0],), torch.uint8) for k in range(len(tokens))]
-                found = torch.cat([its[:WORD] for its in of_ranks]).view(torch.int64)
+                found = torch.cat([memory_of_rank[:WORD] for memory_of_rank in of_ranks]).view(torch.int64)
                 if found.tolist() != list(tokens):
                     return None
-                begins = [its.data_ptr() for its in of_ranks]
+                begins = [memory_of_rank.data_ptr() for memory_of_rank in of_ranks]
                 buffers = {spec: self._rows(spec, memory, begins, start) for spec, start in starts.items()}
                 return Mapped(buffers, [begin + WORD for begin in begins])
         except UNAVAILABLE:
@@ -254,10 +254,10 @@ class SymmetricMemory:
 
     def _rows(self, spec: BufferSpec, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
         count = self._exchange.size * spec.each
-        its = memory[start : start + count * spec.width * spec.dtype.itemsize]
+        buffer = memory[start : start + count * spec.width * spec.dtype.itemsize]
         where = torch.tensor([begin + start for begin in begins], dtype=torch.int64, device=self._device)
         to = RowSpread(where, spec.each, self._exchange.rank * spec.each)
-        return SymmetricRows(its.view(spec.dtype).view(count, spec.width), to)
+        return SymmetricRows(buffer.view(spec.dtype).view(count, spec.width), to)
 
 
 @contextlib.contextmanager

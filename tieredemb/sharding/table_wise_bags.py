@@ -42,9 +42,9 @@ class HostTableWiseBags:
             padding_is_dropped=not part.sends_padding,
             places=batch.places,
         )
-        kept: Array = bags.keys >= 0
-        self._kept = None if kept.all() else kept
-        ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(kept)])[bags.offsets]
+        is_looked_up: Array = bags.keys >= 0
+        self._kept = None if is_looked_up.all() else is_looked_up
+        ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(is_looked_up)])[bags.offsets]
         lengths = np.diff(ends).reshape(len(owner), batch.size)
         starts = ends[:: batch.size][: len(owner)] if batch.size else np.zeros(len(owner), np.int64)
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
