@@ -187,7 +187,7 @@ class Dlrm(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the command line asked for."""
+    """What the command line requests."""
 
     works: tuple[Work, ...]
     ranks: int
@@ -219,11 +219,11 @@ class Exchange(NamedTuple):
     mib: float
 
 
-# --- who asks whom --------------------------------------------------------------------------------------------------
+# --- who requests what from whom ------------------------------------------------------------------------------------
 
 
 class Requests:
-    """What a rank asks all for, in tables of a `shape` that are laid out so."""
+    """What a rank requests from all, in tables of a `shape` that are laid out so."""
 
     def __init__(self, layout: Layout, shape: Shape, jagged: Jagged) -> None:
         ids, offsets = jagged
@@ -508,7 +508,7 @@ def records_of_parts(plan: Plan, work: Work, found: Sequence[dict[Any, Any]]) ->
 
 
 def run(plan: Plan) -> tuple[list[Record], list[int]]:
-    """Starts the ranks, and puts together what they find: what all of them have told before one fails is returned,
+    """Starts the ranks, and joins what they find: what all of them have reported before one fails is returned,
     and which have failed."""
     context = multiprocessing.get_context("spawn")
     found: list[dict[Any, Any]] = [{} for _ in range(plan.ranks)]

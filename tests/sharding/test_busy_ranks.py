@@ -1,4 +1,4 @@
-"""A rank whose GPU is busy for long, before the ranks tell each other anything, finds out that another has gone; those
+"""A rank whose GPU is busy for long, before a header of the ranks, finds out that another has gone; those
 that are all there go on. What a GPU does is played here; `test_sharded_gpus.py` has some that wait for a killed rank.
 """
 
@@ -65,7 +65,7 @@ def busy_model(times, *, shares=True, patience=0.02, timeout=LONG):
 
 
 def trains(rank, size, who, shares):
-    """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
+    """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has announced it."""
     with (
         calls_of(Exchange, "_exchange_headers") as calls,
         busy_model(1500 if rank in who else 0, shares=shares) as model,
@@ -125,7 +125,7 @@ def test_a_rank_that_is_busy_for_longer_than_others_wait_leaves_them(worlds, pat
 
 def is_left(rank, size, where):
     """Rank 1 is killed where the others look up a batch, or read whole tables, and all they wait for is a GPU; what
-    those are told, and when."""
+    those raise, and when."""
     with busy_model(0) as model:
         for step in range(2):
             step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)
@@ -153,7 +153,7 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
             (name, text), seconds = value
             assert name == "PeerError"
             assert text.startswith(
-                f"rank {rank} tells that it is there, as its GPU has been busy for long, and another"
+                f"rank {rank} reports that it is alive, as its GPU has been busy for long, and another"
             )
             assert seconds < 5
     finally:
@@ -161,7 +161,7 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
 
 
 def announces(rank, size):
-    """A header of which rank 0's comes late: how often the others do what they do meanwhile."""
+    """A header of which rank 0's is late: how often the others do what they do meanwhile."""
     done = []
     with calls_of(Exchange, "_exchange_headers") as calls, busy_model(1500 if rank == 0 else 0) as model:
         context = model._ranks._context

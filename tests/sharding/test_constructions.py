@@ -183,7 +183,7 @@ def constructs(rank):
 
 
 def is_elsewhere(rank, size):
-    """Rank 1 does something else, and comes when the others have waited; then all construct another one."""
+    """Rank 1 does something else, and begins when the others have waited; then all construct another one."""
     if rank == 1:
         time.sleep(2 * SHORT.total_seconds())
     found = raised(model_of, timeout=LONG if rank == 1 else SHORT)

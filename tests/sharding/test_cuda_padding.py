@@ -34,8 +34,8 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
 
 
 SIZES = [(1, 1, 1), (1, 1, 500), (2, 26, 1000), (3, 2000, 900), (8, 5, 37), (40, 3, 64), (300, 40, 20)]
-GIVEN = {  # how many ids of each feature each rank is asked for, and how many fit
-    "nobody asks": ([[0, 0, 0], [0, 0, 0]], 9),
+GIVEN = {  # how many ids of each feature are requested from each rank, and how many fit
+    "no requests": ([[0, 0, 0], [0, 0, 0]], 9),
     "nothing fits": ([[0, 0], [0, 0]], 0),
     "one id": ([[0, 0], [0, 1]], 1),
     "full": ([[4, 5], [9, 0]], 9),
@@ -62,7 +62,7 @@ def cases():
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("counts", "bound"), list(cases()))
 def test_messages_of_any_size_are_joined(counts, bound, once):
-    """Where a row goes back `once`, ids that were asked for before come inverted."""
+    """Where a row goes back `once`, ids that were requested before are inverted."""
     ranks, features, rows = *counts.shape, max(1, bound // 2) if once else None
     with torch.device("cpu"):
         torch.manual_seed(0)

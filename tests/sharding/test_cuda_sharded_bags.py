@@ -1,4 +1,4 @@
-"""Which rows a GPU asks whom for, and what becomes of them, against the CPU twin. Skips without a GPU;
+"""Which rows a GPU requests from which rank, and how it pools them, against the CPU twin. Skips without a GPU;
 TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def are_as(one, other):
 
 
 def requested_of(bags, features, bound, samples):
-    """What a message says to each rank, without what fills its block up."""
+    """The message to each rank, without the padding of its block."""
     pieces = []
     for piece in bags.requested.cpu().split(bags.sent):
         counts, ids, lengths = piece[:features], piece[features : features + bound], piece[features + bound :]
@@ -127,8 +127,8 @@ def test_gradients_go_to_each_rank(shape, modes):
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once, modes, ranks):
-    """`is_known`: whether the host knows how much is asked for, as it does but in a capture · `once`: whether a row
-    comes back once, whatever number of ids asks for it."""
+    """`is_known`: whether the host knows how much is requested, as it does outside a capture · `once`: whether a row
+    comes back once, however many ids request it."""
     rng = np.random.default_rng(3)
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     kinds = {1: TableWise(), 3: Replicated()}

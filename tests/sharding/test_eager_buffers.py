@@ -74,7 +74,7 @@ def prepared(buffers, its, times=LACKING):
 
 
 def forward(buffers, number, its, *, trains=True):
-    """Where it writes its rows, if it does, once all have come to the barrier behind them."""
+    """Where it writes its rows, if it does, once all ranks are at the barrier behind them."""
     found = buffers.of(its)
     if found is not None:
         buffers.rows_exchanged(number, trains=trains)

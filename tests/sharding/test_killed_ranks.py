@@ -26,7 +26,7 @@ def samples(rank):
 
 
 def trains(rank, size, where, killed_at, when):
-    """Saves after each step, and goes on from the last one that was saved. One rank is killed in one of them."""
+    """Saves after each step, and continues from the last one that was saved. One rank is killed in one of them."""
     model = ShardedTieredEmbeddingBagCollection(
         TABLES, sharding=RowWise(), capacity=0.5, optimizer=te.Adam(lr=0.05), device="cpu", average=False
     )

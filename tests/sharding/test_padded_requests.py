@@ -1,5 +1,5 @@
-"""What one rank is asked for in messages of one size: what a host finds in them, and what is found where no host knows
-how many ids came, as on a GPU."""
+"""Requests to one rank in messages of one size: what a host finds in them, and what is found where no host knows how
+many ids were received, as on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def some(rank):
 
 
 def messages_of(rank, sharding, shape, rows=None):
-    """The parts of a width, and what all ask a rank for, of each part."""
+    """The parts of a width, and the messages of all ranks to one, of each part."""
     layout = Layout(TABLES, RANKS, sharding_of(sharding, TABLES))
     parts = parts_of(layout, range(len(TABLES)), [4 * t for t in range(len(TABLES))])
     received = [[] for _ in parts]
@@ -107,7 +107,7 @@ def test_a_deferred_update_reads_nothing_of_a_later_forward(sharding):
 @pytest.mark.parametrize("sharding", ["rows", "every other"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape):
-    """Ids that were asked for before come inverted: the others' rows go back, in their order; and the row of each id in
+    """Ids that were requested before are inverted: the others' rows go back, in their order; and the row of each id in
     the output is where its gradient will be."""
     rows = BOUND - 7
     parts, received = messages_of(rank, sharding, shape, rows)

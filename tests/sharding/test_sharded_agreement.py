@@ -299,7 +299,7 @@ RESIDENT = [
 
 
 def saves_what_it_does_not_hold(rank, size, where):
-    """Table b is rank 1's, and a rank 0's, each of which has a row of the other that nobody asks for."""
+    """Table b is rank 1's, and a rank 0's, each of which has a row of the other that nobody requests."""
     model = ShardedTieredEmbeddingBagCollection(
         RESIDENT, sharding={"a": TableWise(rank=0), "b": TableWise(rank=1)}, capacity=0.9,
         optimizer=te.Adagrad(lr=0.1),

@@ -95,7 +95,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
     for step in range(24):
         samples = (lambda rank: 7 + rank) if step in (9, 10) else seven
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=samples, shape="ones")
-        if (step, rank) in ((12, 1), (14, 0)):  # all on one rank, where tables are dealt out
+        if (step, rank) in ((12, 1), (14, 0)):  # all on one rank, where tables are row-wise
             ids = ids // 2 * 2
         if step == 14 and rank == 1:
             ids = ids.clone()
@@ -113,7 +113,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
 
     checked, again = calls_of(ShardedCall, "_checked_bags"), calls_of(ShardedCall, "_request_again")
     with counted(records=records) as replays, checked as firsts, again as seconds, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a batch that does not fit is told of
+        warnings.simplefilter("ignore")  # a batch that does not fit warns
         flight = []
         for step, batch in enumerate(te.prefetch(batches, model, ids_of=lambda each: each[:2]) if ahead else batches):
             try:
@@ -209,7 +209,7 @@ def test_ranks_that_record_and_others_that_do_not_exchange_the_same(worlds, max_
 
 
 def alternates(rank, size, records):
-    """Two forms in turn, one of which is much larger, and then a batch that asks one rank for nearly all."""
+    """Two forms in turn, one of which is much larger, and then a batch that requests nearly all from one rank."""
     tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05)
@@ -244,7 +244,7 @@ def test_forms_in_turn_have_bounds_of_their_own(worlds):
 
 
 def weighs(rank, size, ahead, records):
-    """Weights whose gradient is asked for, of batches that may have been found before they came."""
+    """Weights whose gradient is requested, of batches that may have been found before their forward."""
     tables = tables_of(widths=(4, 8))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
@@ -274,7 +274,7 @@ def test_weights_of_samples_are_none_of_what_is_recorded(worlds, ahead):
 
 
 def puts_off(rank, size, ahead, records):
-    """Updates of several forwards at once, which come while later ones were found already."""
+    """Updates of several forwards at once, after later ones were found already."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05),
@@ -339,8 +339,8 @@ def test_forms_and_forwards_at_once_are_bounded(worlds):
 
 
 def looks(rank, size):
-    """How often a forward has looked what it asks for before it is sent, and how often again, step by step: one batch
-    of rank 1 does not fit."""
+    """How often a forward has checked its request before it is sent, and how often it requests again, step by step: one
+    batch of rank 1 does not fit."""
     tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1)
@@ -368,7 +368,7 @@ def test_a_batch_that_does_not_fit_is_requested_again(worlds):
 
 
 def takes_headers(rank, size, infinite):
-    """How many headers there are in a step, of tables that are dealt out alone; a gradient is not finite in the last
+    """How many headers there are in a step, of row-wise tables alone; a gradient is not finite in the last
     one."""
     tables = tables_of(rows=(400, 600), widths=(8,), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(

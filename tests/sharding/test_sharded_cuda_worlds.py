@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.fixture(scope="module")
 def worlds():
-    """Worlds of ranks on the GPU, each started when a test first asks for it, and kept."""
+    """Worlds of ranks on the GPU, each started when a test first uses it, and kept."""
     require_gpu()
     yield from kept("cuda")
 
@@ -121,7 +121,7 @@ def replays_of(rank, size, *given):
 
 
 def test_cuda_equal_batches_have_their_plans_recorded(worlds):
-    """Of whole tables, where each owner is asked for as many ids in every step."""
+    """Of table-wise tables, where as many ids are requested from each owner in every step."""
     tables, keywords = tables_of(padding=(None,)), {"optimizer": te.SGD(lr=0.1), "capacity": 0.5}
     compare(worlds(2), tables, "tables", seven, steps=12, shape="ones", **keywords)
     counts = worlds(2).run(replays_of, tables, "tables", 12, seven, False, keywords, "ones")
@@ -144,7 +144,7 @@ def test_cuda_a_loop_learns_meets_bad_ids_and_is_left(worlds):
 
 
 def runs_from_host(rank, size, path, steps):
-    """Over a file, whose plans a thread may make, of batches that come from host memory."""
+    """Over a file, whose plans a thread may make, of batches in host memory."""
     model = test_sharded_prefetch.model_of(te.Adagrad(lr=0.1), capacity=4, storage=te.File(str(path)))
     tables = test_sharded_prefetch.TABLES
     batches = [tuple(part.cpu() for part in batch_of(tables, step, rank, samples=uneven)) for step in range(steps)]
@@ -190,7 +190,7 @@ def test_cuda_an_update_that_one_rank_cannot_make_none_makes(worlds):
     test_sharded_agreement.test_an_accumulation_that_one_rank_leaves_is_dropped_on_all(worlds)
 
 
-@pytest.mark.parametrize("where", ["rows", "pooled", "gradients"])  # of dealt tables a GPU brings none into order
+@pytest.mark.parametrize("where", ["rows", "pooled", "gradients"])  # of row-wise tables a GPU sorts no rows
 def test_cuda_a_rank_short_of_memory_is_raised_on_all(worlds, where):
     test_sharded_memory.test_a_rank_short_of_memory_is_raised_on_all(worlds, where)
 

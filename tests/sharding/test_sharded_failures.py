@@ -38,8 +38,8 @@ def raised(action, *args, **keywords):
 
 
 def fails_once(rank, size, who, kind):
-    """One rank fails in the second step, in one way or another; the others are well, and go on. What was told, and the
-    tables in the end."""
+    """One rank fails in the second step, in one way or another; the others are well, and continue. What was raised, and
+    the tables in the end."""
     model = model_of()
     found = None
     for step in range(4):
@@ -338,7 +338,7 @@ def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worl
 
 
 def pauses(rank, size):
-    """Longer between two headers than a rank is waited for; then rank 1 ends, and the others ask for more."""
+    """Longer between two headers than a rank is waited for; then rank 1 ends, and the others look up more."""
     model = model_of(timeout=QUICK)
     context, errors = model._ranks._context, []
     for step in range(2):

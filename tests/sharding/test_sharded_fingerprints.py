@@ -1,4 +1,4 @@
-"""Ranks of which one goes another way than the others, unnoticed by itself: they are told so at the next header."""
+"""Ranks of which one takes other steps than the others, unnoticed by itself: all raise at the next header."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_with(model, optimizer, rank, number, wrong=False):
 
 
 def drifts(rank, size, kind, how):
-    """Steps, from the third of which on rank 1 goes another way; of each step what is told."""
+    """Steps, from the third of which on rank 1 takes other ones; of each step what is raised."""
     model, optimizer = model_of(kind)
     group, found = optimizer.param_groups[0], []
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -154,7 +154,7 @@ def test_ranks_that_round_otherwise_go_on(worlds, kind):
 
 
 def loses_gradients(rank, size, how):
-    """Steps of two micro-batches, of which rank 1 once drops a gradient; in which step what is told."""
+    """Steps of two micro-batches, of which rank 1 once drops a gradient; in which step what is raised."""
     model, optimizer = model_of("followed")
     lost = (1, 0) if how == "between" else (1, 1)
     for number in range(4):
@@ -201,7 +201,7 @@ def test_a_scaler_is_that_of_all_ranks(worlds, how, found):
 
 
 def fails_to_apply(rank, size):
-    """The update of a step fails on rank 1 alone, which says so to nobody; what the next step is told."""
+    """The update of a step fails on rank 1 alone, which announces nothing; what the next step raises."""
     model, optimizer = model_of("followed")
     found = []
     for number in range(3):
@@ -317,7 +317,7 @@ def test_ranks_that_do_different_things_with_whole_tables_raise(worlds, tmp_path
 
 
 def evaluates_apart(rank, size, planned, who):
-    """Two steps, then another, in which one rank evaluates, or none makes it; and two more. What is told."""
+    """Two steps, then another, in which one rank evaluates, or none makes it; and two more. What is raised."""
     model, _ = model_of("fused")
     batches = [batch_of(TABLES, number, rank, samples=seven) for number in range(5)]
     loader, found = [(ids, offsets) for ids, offsets, *_ in batches], []

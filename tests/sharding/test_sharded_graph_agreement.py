@@ -141,7 +141,7 @@ def stand_in(step, patches):
 
 
 def runs(rank, size, events, max_ids=40):
-    """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
+    """What a rank does in each step, and what it raises; `events`: of step and rank, something that happens there."""
     gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
     sharding = sharding_of("all kinds", TABLES)
     model = ShardedTieredEmbeddingBagCollection(

@@ -38,8 +38,8 @@ def short(allocate):
 
 
 def runs_short(rank, size, where):
-    """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
-    come, or for these put together with those of bags."""
+    """Rank 1 has no memory in the second step: for received rows, to pool them, for received gradients, or for
+    these joined with those of bags."""
     model, errors = model_of(sharding=sharding_of("every other" if where == "together" else "rows", TABLES)), []
     context, gradient = model._ranks._context, Request.gradient
     exchange, find = context.exchange, context.find
@@ -114,7 +114,7 @@ def test_a_rank_without_memory_for_ids_leaves_the_others_which_do_not_wait_for_i
 
 
 class Gpu:
-    """What torch tells of one."""
+    """What torch reports of one."""
 
     def __init__(self, uuid):
         self.uuid = uuid

@@ -61,7 +61,7 @@ def test_a_model_that_any_world_has_saved_goes_on_in_any_other(worlds, tmp_path,
 
 
 def refuses(rank, size, where):
-    """What is told of models that cannot be saved, or loaded: on every rank."""
+    """What every rank raises for models that cannot be saved, or loaded."""
     mixed, _ = model_of(size, "rows", more=te.TieredEmbeddingBag(9, 4))
     found = [raised(te.save_checkpoint, mixed, where)]
     model, _ = model_of(size, "rows")

@@ -110,7 +110,7 @@ def most_on_rank_2(rank):
 
 
 def sizes_sent(rank, size, max_ids, samples, ahead):
-    """How often so much is sent to each rank, in the exchanges of four steps; and what was said of it."""
+    """How often so much is sent to each rank, in the exchanges of four steps; and warnings of it."""
     tables = tables_of()
     model = model_of(tables, "both", max_ids=max_ids)
     batches = [batch_of(tables, step, rank, samples=samples) for step in range(4)]
@@ -151,7 +151,7 @@ def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_sai
 
 
 def warned_before(rank, size):
-    """Whether a step is to be captured as one of at most 24 ids, asked twice; what was said of it, and later."""
+    """Whether a step of at most 24 ids would be captured, twice; how often it warned first, and in all."""
     tables = tables_of()
     model = model_of(tables, "all kinds", max_ids=24)
     batch = batch_of(tables, 0, rank, samples=most_on_rank_2)
@@ -327,7 +327,7 @@ def test_a_rank_that_fails_is_raised_on_all(worlds, kind, error):
 
 
 def agrees(rank, size, max_ids, mine, bad):
-    """What the ranks agree on, each able to do what `mine` says, before a batch of which rank 1's may be `bad`."""
+    """What the ranks agree on, each able to do `mine`, before a batch of which rank 1's may be `bad`."""
     tables = tables_of()
     model = model_of(tables, "all kinds", max_ids=max_ids)
     ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=uneven)
@@ -375,13 +375,13 @@ def counts_rows(rank, size, counts):
 
 
 def test_the_bound_of_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
-    """It grows where one has counted more than there is room for, and never shrinks, nor beyond `max_ids`."""
+    """It grows where one has counted more than fits, and never shrinks, nor beyond `max_ids`."""
     answers = worlds(3).run(counts_rows, [(0, 0, 0), (5, 9, 2), (3, 30, 2), (5, 9, 40), (90, 0, 0)])
     assert answers == [[(2, None), (2, 34), (2, 34), (2, 64), (2, 64)]] * 3
 
 
 def runs_other_steps(rank, size, which):
-    """Each rank runs one of its steps, by number; then all run the same. What is told."""
+    """Each rank runs one of its steps, by number; then all run the same. What is raised."""
     model = model_of(tables_of(), "all kinds", max_ids=64)
     agreement, found = model.agreement, []
     numbers = [agreement.begin_step() for _ in range(3)]

@@ -218,7 +218,7 @@ def test_one_rank_alone_raises_after_the_timeout(worlds, kind, does):
 
 
 def spoilt(state, how):
-    """A state dict of which something is wrong, and what each rank says of it."""
+    """A wrong state dict, and what each rank raises."""
     state = copy.deepcopy(state)
     group, entries = state["param_groups"][0], state["state"]
     table = group["params"][-1]  # t3
@@ -309,7 +309,7 @@ def test_a_state_that_memory_cannot_hold_is_raised_on_all(worlds, kind):
 
 
 def test_a_part_of_no_rows_is_a_new_row():
-    """A table has a row, if one that nobody asks for: it is brought to the step that is loaded, as others are."""
+    """Each rank has a row of a table, even if nobody requests it: it is caught up to the loaded step, as others are."""
     model = te.TieredEmbeddingBagCollection(TABLES[:1], optimizer=te.Adam(lr=0.1))
     step_of(model, batch_of(TABLES[:1], 0, 0, samples=uneven), weighted=False)
     entry = model.fused_optimizer.state_dict()["state"][0]

@@ -1,4 +1,4 @@
-"""Rows of tables that are dealt out: of an id that occurs several times in a rank's batch one comes back, from which
+"""Rows of row-wise tables: of an id that occurs several times in a rank's batch one comes back, from which
 all of its occurrences are pooled. The bits are those of one process. All blocks have the size of the fullest one."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tieredemb.sharding.layout import Layout, RowWise
 
 
 def rows_of(tables, rank, size, shape):
-    """How many ids a rank asks each rank for, and how many rows of these tables those are."""
+    """How many ids a rank requests from each rank, and how many rows of these tables those are."""
     ids, offsets = (each.cpu().numpy() for each in batch_of(tables, 0, rank, samples=seven, shape=shape)[:2])
     layout, numbers = Layout(tables, size, RowWise()), [t for t, table in enumerate(tables) for _ in table.features]
     table = np.repeat(numbers, np.diff(offsets[:: seven(rank)]))

@@ -80,7 +80,7 @@ def test_every_option(worlds, keywords, sharding):
 
 
 def weighs_on_one(rank, size):
-    """Weights on all ranks, whose gradient rank 1 alone asks for; then an evaluation."""
+    """Weights on all ranks, whose gradient rank 1 alone requests; then an evaluation."""
     model = model_of(tables_of(), "every other")
     ids, offsets, weights, upstream = batch_of(tables_of(), 0, rank, samples=seven, shape="long")
     weights.requires_grad_(rank == 1)
@@ -121,7 +121,7 @@ def model_of(tables, sharding, **keywords):
 def runs_ahead(rank, size, tables, sharding, depth, weighted, shape):
     model, outputs, found = model_of(tables, sharding), [], []
     batches = [batch_of(tables, step, rank, samples=uneven, shape=shape) for step in range(6)]
-    planned = [model.planned, *(held.engine.planned for held in model._held)]  # what was asked, and by whom answered
+    planned = [model.planned, *(held.engine.planned for held in model._held)]  # requests, and the lookups for them
     for each in planned:
 
         def counted(tables, given, take=each.take):
@@ -327,7 +327,7 @@ def counts_values(rank, size, shape, padding=None):
 
 
 def largest_request(shape, padding=None):
-    """The most ids that one of two ranks asks one for, of four tables of which each holds two."""
+    """The most ids that one of two ranks requests from one, of four tables of which each holds two."""
     tables, found = tables_of(rows=(40, 40, 40, 40), padding=(padding,)), []
     for rank in range(2):
         ids, offsets, *_ = batch_of(tables, 0, rank, samples=seven, shape=shape)

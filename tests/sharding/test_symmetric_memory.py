@@ -21,7 +21,7 @@ HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
 
 
 def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None):
-    """That of rank 0, which is told `flags` by the others, one after the other."""
+    """The memory of rank 0, to which the others announce `flags`, one after the other."""
     its = SimpleNamespace(has_nccl=has_nccl, locations=locations, rank=0, size=len(locations))
     headers = []
 
@@ -211,7 +211,7 @@ def test_buffers_are_separate_and_aligned(gpus):
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
 def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
-    """Of each part that is dealt out for rows and for gradients; there is one barrier, before the first is used."""
+    """Of each row-wise part for rows and for gradients; there is one barrier, before the first is used."""
 
     def part(width, *, is_table_wise):
         return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width))

@@ -1,4 +1,4 @@
-"""Rows on their way to rank 0 and from there, in pieces: all of them come, and no piece is larger than it may be."""
+"""Rows that are sent to rank 0 and from there, in pieces: all of them arrive, and no piece is too large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows_of(rank, count, kind, inner):
 
 
 def both_ways(rank, size, counts):
-    """On each rank what was gathered of every kind, what it was dealt, and the bytes of the largest piece."""
+    """On each rank what was gathered of every kind, what it was sent, and the bytes of the largest piece."""
     before, whole_rows.PIECE_BYTES = whole_rows.PIECE_BYTES, PIECE
     exchange, sizes = Exchange(None, None), []
 
@@ -37,7 +37,7 @@ def both_ways(rank, size, counts):
         given = {str(n): rows_of(target, counts[target], *kind) for n, kind in enumerate(KINDS)}
         sent |= rows_from_rank_0(exchange, target, given if rank == 0 else None)
     exchange.close()
-    whole_rows.PIECE_BYTES = before  # other tests come to this process
+    whole_rows.PIECE_BYTES = before  # other tests run in this process
     return gathered, [sent[str(n)] for n in range(len(KINDS))], max(sizes, default=0)
 
 
