@@ -147,7 +147,7 @@ def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once
         out = torch.zeros((samples, columns), device=device)
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         given = batch_on(device, ids, offsets, samples)
-        for number, bags in enumerate((find(given) if is_known else find.unchecked(given, finds_firsts=once))[0]):
+        for number, bags in enumerate((find(given) if is_known else find.find_unchecked(given, finds_firsts=once))[0]):
             rng, width = np.random.default_rng(number), widths[number]
             bound, rows = (each + 5 for each in most[0][number])
             bags.pad(Bound(bound, rows if once else None))

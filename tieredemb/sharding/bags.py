@@ -149,11 +149,11 @@ class CountingFinder(Protocol):
     def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         """The most ids that a batch requests in each part; rows are not counted. Raises and waits as the call does."""
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """The bags of a batch, and words, int64 on its device, of which `most` makes what it requests. `finds_firsts`:
-        whether ids that were requested before are inverted. Does not synchronise."""
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
+        """The bags of a batch, and words, int64 on its device, of which `read_report` makes what it requests.
+        `finds_firsts`: whether ids that were requested before are inverted. Does not synchronise."""
 
-    def most(self, words: torch.Tensor) -> list[LargestRequest]:
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
         """The most that a batch requests in each part, by such words on the CPU. Raises as the call does."""
 
     def report_buffer(self) -> torch.Tensor:

@@ -105,7 +105,7 @@ class ShardedCallContext(ShardedContext):
             is_final = not is_infinite and bool(header.set_by_all & FINAL)
             with self.exchange.leaving_on_error():
                 if not self.eager_buffers.is_off:
-                    self.eager_buffers.reached([call.announced for call, _ in reached])
+                    self.eager_buffers.reached([call.exchange_number for call, _ in reached])
                 received = [
                     call.exchange_gradients(gradients) for (call, _), gradients in zip(reached, ready, strict=True)
                 ]
@@ -134,7 +134,7 @@ class ShardedCallContext(ShardedContext):
             ready += [call.ready(grad) for call, grad in reached]
         except Exception as error:
             failed = error
-        reached_flag = self._reached_flag([call.announced for call, _ in reached])
+        reached_flag = self._reached_flag([call.exchange_number for call, _ in reached])
         flag = INFINITE * any(each.is_infinite for each in ready) | FINAL * all(each.is_final for each in ready)
         updates = failed is None and self.optimizer is not None  # a torch optimizer updates later, in its step
         header = self.announce(Phase.BACKWARD, flag=reached_flag << REACHED_SHIFT | flag, error=failed, updates=updates)
@@ -142,18 +142,20 @@ class ShardedCallContext(ShardedContext):
         return ready, header
 
     @staticmethod
-    def _reached_flag(announced: Sequence[int]) -> int:
+    def _reached_flag(exchange_numbers: Sequence[int]) -> int:
         """The bits of a flag that say which forwards a backward pass has reached, by the numbers of their exchanges:
         how many they are, and a checksum."""
-        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_COUNTED)
+        return zlib.crc32(np.array(sorted(exchange_numbers), np.int64).tobytes()) << 16 | min(
+            len(exchange_numbers), MOST_COUNTED
+        )
 
 
 class ShardedCall:
     """One forward. It requests rows from their owners, maybe long before the forward runs and fetches them. It has the
     bags here of each part of each shard, and, of each shard, what all ranks request of this one, with the call that
-    answers. `number`: in the order of forwards, once it runs · `announced`: the number of the exchange of its ids ·
-    `row_bound`: in a captured step, how many rows come back from each rank, if not one for each id · `is_over`: whether
-    nothing reads its ids any more; a deferred update has its own copies."""
+    answers. `number`: in the order of forwards, once it runs · `exchange_number`: the number of the exchange of its ids
+    · `row_bound`: in a captured step, how many rows come back from each rank, if not one for each id · `is_over`:
+    whether nothing reads its ids any more; a deferred update has its own copies."""
 
     row_bound: int | None = None
     is_over = False
@@ -175,16 +177,16 @@ class ShardedCall:
         self.context = context
         self.consumed = self.keeps_rows = False
         self.within: Any = None
-        self.number = self.announced = -1
+        self.number = self.exchange_number = -1
         self.batch = batch.size
         self._n_ids = len(batch.ids)
-        self._words: torch.Tensor | None = None  # in a capture: the host reads later how much is requested
-        self._use = StreamUse(context.device)
-        self._given = batch if self._learns else None  # until the requests of all ranks are known to fit
+        self._report: torch.Tensor | None = None  # in a capture: the host reads later how much is requested
+        self._stream_use = StreamUse(context.device)
+        self._kept_batch = batch if self._learns_bounds else None  # until the requests of all ranks are known to fit
         self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._requests = self._request_rows(ahead=ahead, flag=flag)
         if ahead:
-            self._use.record_made()
+            self._stream_use.record_made()
         self._planned: list[tuple[PlannedForwards, Planned]] = []
         self._calls: list[Call] = []
         self._rows: list[torch.Tensor] = []
@@ -213,10 +215,10 @@ class ShardedCall:
         try:
             if captures.is_active:
                 self._most_requested = self.context.no_counts.most
-                found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
+                found, self._report = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             recorded = self.context.recorded
-            if recorded is not None and self._learns:
+            if recorded is not None and self._learns_bounds:
                 self._recorded = recorded.of(batch)
             if recorded is not None and self._recorded is not None:
                 self._is_check_deferred = recorded.may_defer_check()
@@ -258,8 +260,8 @@ class ShardedCall:
     def _find_recorded(self) -> list[GpuBags]:
         """The bags, found by recorded launches. Does not synchronise."""
         assert self._recorded is not None
-        assert self._given is not None
-        return self._recorded.find(self, self._given)
+        assert self._kept_batch is not None
+        return self._recorded.find(self, self._kept_batch)
 
     def _find_and_pad(self) -> None:
         """Finds the bags and pads them to one size, while the header is on its way. From here on the recorded launches
@@ -271,10 +273,10 @@ class ShardedCall:
     @property
     def _is_captured(self) -> bool:
         """Whether it belongs to a step that is captured, or will be. The same on all ranks."""
-        return self.row_bound is not None or self._words is not None or self.context.on_buffers
+        return self.row_bound is not None or self._report is not None or self.context.on_buffers
 
     @property
-    def _learns(self) -> bool:
+    def _learns_bounds(self) -> bool:
         """Whether the size of its exchange is learned from earlier batches with as many samples on each rank."""
         return self.context.recorded is not None and not self._is_captured
 
@@ -300,11 +302,11 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_capacity(bounds)
-        if not context.eager_buffers.is_off and self._learns:
+        if not context.eager_buffers.is_off and self._learns_bounds:
             with context.exchange.leaving_on_error():
                 context.eager_buffers.prepare(bounds)
         self._note_announced(header.flags)
-        self.announced, self._bounds = context.number, bounds
+        self.exchange_number, self._bounds = context.number, bounds
         with context.exchange.leaving_on_error():
             return self._exchange_ids(header.samples)
 
@@ -323,7 +325,7 @@ class ShardedCall:
             context.learn_ids(most)
         if self._is_captured or context.max_ids is not None:
             bounds = context.bounds(self.row_bound)
-        if context.recorded is not None and self._learns:
+        if context.recorded is not None and self._learns_bounds:
             bounds = context.recorded.agreed_bounds(self.batch, header.samples, most)
             if not self._is_check_deferred:
                 context.recorded.note(header.samples, self._most_requested)
@@ -399,7 +401,7 @@ class ShardedCall:
             self._record_stream()
             self._buffers = self._find_buffers()
             if context.stages_rows:
-                context.wait_for_stream(self._use.event)
+                context.wait_for_stream(self._stream_use.event)
             of_shards = zip(
                 context.shards,
                 self._requests,
@@ -443,11 +445,11 @@ class ShardedCall:
         if not bounds_take(self._bounds, header.most):
             self._request_again()
             return self.fetch(weights, trains=trains, recomputed=recomputed)
-        self._given = None
+        self._kept_batch = None
         with exchange.leaving_on_error():
             self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
-                context.eager_buffers.rows_exchanged(self.announced, trains=trains)
+                context.eager_buffers.rows_exchanged(self.exchange_number, trains=trains)
             for bags, rows_to_send in kept:
                 rows_of_ids = exchange.send(rows_to_send, ROWS)
                 if self._requests_weight_gradient[exchange.rank]:
@@ -462,7 +464,7 @@ class ShardedCall:
         self._memory = None
         if captures.is_active:
             buffers, self._memory = captures.buffers(), captures.symmetric
-        elif not eager.is_off and self._learns:
+        elif not eager.is_off and self._learns_bounds:
             buffers, self._memory = eager.of(self._bounds), eager
         if buffers is not None and all(
             buffer is None or (buffer.rows.to.each, buffer.grads.to.each) == (part.answer[0], part.grads[0])
@@ -504,9 +506,9 @@ class ShardedCall:
         blocks."""
         self._release_plans()
         self._planned, self._calls = [], []
-        assert self._given is not None
+        assert self._kept_batch is not None
         try:
-            self._bags = self._find_by_launches(self._given)
+            self._bags = self._find_by_launches(self._kept_batch)
         except Exception as error:
             self.context.announce(Phase.FORWARD, error=error)
             raise
@@ -585,7 +587,7 @@ class ShardedCall:
         """What the owners are to be sent, given the gradient of the outputs here; sends nothing yet. Raises what an
         update of the rows here would."""
         exchange, context = self.context.exchange, self.context
-        self._use.join()  # autograd does this at its end, but only for streams of leaves on a GPU
+        self._stream_use.join()  # autograd does this at its end, but only for streams of leaves on a GPU
         self._record_stream(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
         buffers, sending, kept = (
@@ -616,7 +618,7 @@ class ShardedCall:
         eager = self.context.eager_buffers
         if self._memory is not eager:
             return self._buffers
-        if not eager.owns_gradients(self.announced):
+        if not eager.owns_gradients(self.exchange_number):
             return [None] * len(self._buffers)
         eager.wait_stream()
         return self._buffers
@@ -654,7 +656,7 @@ class ShardedCall:
         """The current stream uses the tensors of this call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
         requested = (tensor for request in self._requests for tensor in request.tensors())
-        self._use.record_stream(itertools.chain(held, requested), more)
+        self._stream_use.record_stream(itertools.chain(held, requested), more)
 
     def release(self) -> None:
         """No backward will run, or no forward: its rows may leave the caches."""

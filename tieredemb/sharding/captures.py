@@ -89,7 +89,7 @@ class Captures(Agreement):
         fits = True
         for call in calls:
             if isinstance(call, FoundAhead) and call.report is not None:
-                most = self._finder.most(call.report)
+                most = self._finder.read_report(call.report)
                 self._context.note_rows(most)
                 fits &= call.form is not None and bounds_take(call.form, most)
         return fits
@@ -194,4 +194,4 @@ class Captures(Agreement):
         which nobody checks whether they fit."""
         if identity(batch.given) not in self._known:
             raise UnsupportedError(UNKNOWN_IDS)
-        return self._finder.unchecked(batch, finds_firsts=finds_firsts)
+        return self._finder.find_unchecked(batch, finds_firsts=finds_firsts)

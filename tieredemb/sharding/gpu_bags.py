@@ -267,7 +267,7 @@ class GpuBags:
         self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
         self._send(counts, padding.pad(plain_ids(self._requested_rows)))
 
-    def keep_if(self, is_good: torch.Tensor) -> None:
+    def request_if(self, is_good: torch.Tensor) -> None:
         """Requests nothing unless it `is_good`, bool (1,) on the device. Where it is not, `counts` are zero already."""
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
@@ -373,7 +373,7 @@ class GpuTableWiseBags(GpuBags):
     def pad(self, bound: Bound) -> None:
         self._pad_each(bound)
 
-    def keep_if(self, is_good: torch.Tensor) -> None:
+    def request_if(self, is_good: torch.Tensor) -> None:
         self._lengths.mul_(is_good)
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
@@ -438,21 +438,21 @@ class GpuFinder:
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()
-        return found, self.most(words[words_of("Fault") :].cpu())
+        return found, self.read_report(words[words_of("Fault") :].cpu())
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
         return found, words[words_of("Fault") :]
 
-    def leave_out_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
+    def drop_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
         """Requests nothing of a batch that is wrong somewhere, as `words` on the device say: the host may read that
         after an exchange. Does not synchronise."""
         good = is_good(words)
         words[words_of("Report") :].mul_(good)
         for bags in found:
-            bags.keep_if(good)
+            bags.request_if(good)
 
-    def most(self, words: torch.Tensor) -> list[LargestRequest]:
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
         return largest_requests(self._counts_in(words))
 
     def report_buffer(self) -> torch.Tensor:
@@ -462,7 +462,7 @@ class GpuFinder:
     def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         _, words = self._launch(batch, GpuPart.count)
         wait()
-        return self.most(words[words_of("Fault") :].cpu())
+        return self.read_report(words[words_of("Fault") :].cpu())
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` returns for each part, and the words that it writes: a fault, its report, and counts."""

@@ -48,11 +48,11 @@ class HostFinder:
     def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         return self(batch)[1]
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """On a CPU errors are raised at once."""
         return self(batch)[0], self.report_buffer()
 
-    def most(self, words: torch.Tensor) -> list[LargestRequest]:
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
         return [LargestRequest(0, 0)] * len(self._parts)
 
     def report_buffer(self) -> torch.Tensor:

@@ -77,13 +77,13 @@ class PersistentCall(ShardedCall, FoundAhead):
             with cache.memory():
                 memory = PersistentMemory(found, context.captures.report_buffer())
         memory.fill(found)
-        if self._words is not None:
-            self.report = memory.report.copy_(self._words, non_blocking=True)
+        if self._report is not None:
+            self.report = memory.report.copy_(self._report, non_blocking=True)
         tensors = iter(memory.tensors)
         for each in self._known:
             each.relocate(lambda _: next(tensors))
         self.memory = memory
-        self._use.record_made()
+        self._stream_use.record_made()
         self._plans: list[DeviceCall] = []
 
     def _note_requested(self, most: Sequence[LargestRequest]) -> None:
@@ -130,12 +130,12 @@ class PersistentCall(ShardedCall, FoundAhead):
 
     def arrive(self) -> None:
         """The current stream waits for what was exchanged and planned ahead."""
-        self._use.arrive()
+        self._stream_use.arrive()
         for plan in self._plans:
             plan.arrive()
 
     def mark_arrived(self) -> None:
         """Nothing need wait for it any more."""
-        self._use.mark_arrived()
+        self._stream_use.mark_arrived()
         for plan in self._plans:
             plan.mark_arrived()

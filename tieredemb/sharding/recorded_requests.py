@@ -210,9 +210,9 @@ class RecordedRequest:
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
 
             def find() -> None:
-                found, words = finder.unchecked(batch_of_graph, finds_firsts=True)
+                found, words = finder.find_unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
-                finder.leave_out_faulty(found, words)
+                finder.drop_faulty(found, words)
                 self._found: list[GpuBags] = found
 
             def pad() -> None:
@@ -262,7 +262,7 @@ class RecordedRequest:
     def check(self) -> list[LargestRequest]:
         """The most that the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
-        return self._finder.most(self._words)
+        return self._finder.read_report(self._words)
 
     def pad(self) -> None:
         """Behind `find`: pads what was found to a message of one size. Does not synchronise."""
