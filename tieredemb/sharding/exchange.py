@@ -2,8 +2,8 @@
 to do.
 
 Every exchange of a step is announced by a header of fixed size. So ranks that do different things, or of which one has
-failed, learn it from each other and all raise. A rank waits in vain only for one that calls nothing at all; then the
-group's timeout ends the wait.
+failed, learn it from each other and all raise. If a rank calls nothing at all, the others wait for it until the group's
+timeout.
 
 Headers travel without GPUs, also where rows lie on GPUs: ranks of one host share memory for them, others use gloo. So
 no header waits for a GPU, and the end of a rank is noticed before NCCL would wait for it. Rows go from GPU to GPU by
