@@ -59,7 +59,7 @@ def buffers(monkeypatch):
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
     parts = [(SimpleNamespace(is_whole=is_whole), shard) for is_whole in (False, True)]
-    exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS)
+    exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS, failures=0)
     return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
 
 
@@ -168,6 +168,21 @@ def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
     buffers.barrier()
     buffers.follow()
     assert memory.did == ["follow", "barrier", "follow"]
+
+
+def test_a_forward_sends_behind_one_that_has_failed(buffers):
+    """What that has written may arrive late: until all ranks have exchanged rows once more."""
+    its = bounds(16, 8)
+    buffers._context.exchange.failures = 1  # of before
+    prepared(buffers, its)
+    buffers.rows_sent()
+    first = forward(buffers, 3, its)
+    buffers.of(its)
+    buffers._context.exchange.failures += 1
+    assert [forward(buffers, number, its) for number in (4, 5)] == [None, None]
+    assert Memory.made[0].did[-1] == "follow"  # what is sent comes behind what was written
+    buffers.rows_sent()
+    assert forward(buffers, 6, its) not in (None, first)
 
 
 def test_what_table_wise_tables_exchange_needs_no_buffer(buffers):

@@ -184,10 +184,10 @@ def failing(function, at):
     numbers = itertools.count()
 
     @functools.wraps(function)
-    def other(*args):
+    def other(*args, **keywords):
         if next(numbers) == at:
             raise MemoryError("of this rank alone")
-        return function(*args)
+        return function(*args, **keywords)
 
     return other
 
@@ -213,7 +213,7 @@ def eager_step_of(kind, model, late):
             with torch.no_grad():
                 evaluated = model(*batch[3:])
             return torch.cat([evaluated, step(batch)])
-        if kind == "fails once":
+        if "fails" in kind:
             try:
                 return step(batch)
             except te.errors.PeerError:
@@ -232,7 +232,10 @@ def eager_step_of(kind, model, late):
     return other
 
 
-EAGER_ALONE = ("fails once", "is scaled", "accumulates", "evaluates between", "drops some", "other streams", "follows")
+EAGER_ALONE = (
+    *("fails once", "fails to look up", "is scaled", "accumulates", "evaluates between", "drops some"),
+    *("other streams", "follows"),
+)
 
 
 def run_of(rank, size, kind, ahead, late, captured=True):
@@ -259,6 +262,8 @@ def run_of(rank, size, kind, ahead, late, captured=True):
                 model.fused_optimizer.attach_grad_scaler(scaler)
             if kind == "fails once" and rank == 1:
                 patch.setattr(Request, "gradient", failing(Request.gradient, at=10))
+            if kind == "fails to look up" and rank == 1:
+                patch.setattr(Request, "look_up", failing(Request.look_up, at=20))
             train = (step_of if captured else eager_step_of)(kind, model, its_late)
             if captured:
                 train = (te.graph_forward if kind == "looks up" else te.graph_step)(train, max_ids=LONGEST)
