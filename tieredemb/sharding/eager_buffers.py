@@ -89,6 +89,8 @@ class EagerBuffers:
             if not part.is_whole:
                 specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
                 specs.append(BufferSpec.for_gradients(0, number, shard, bound))
+        if self._memory is not None:
+            self._memory.follow()  # its last uses, on any stream, come before the barrier of the new one
         memory = SymmetricMemory(self._context, SHARE)
         allocated = memory.make(specs)
         if allocated is None:  # the buffers that there are stay
