@@ -361,6 +361,44 @@ def test_what_one_rank_lacks_keeps_all_to_sending(world, what, ahead):
         assert all(equal(weights[name], their_weights[name]) for name in their_weights)
 
 
+def fails_amid(rank, size, at):
+    """Steps of two sizes in turn, of which one fails on rank 1, and comes late on the GPU of rank 0, which knows of the
+    next by then."""
+    found, tables, number = [], tables_of(**TABLES | {"modes": ("sum",)}), 0
+    drawn = [batch_of(tables, step, rank, samples=lambda rank, step=step: 7 + 50 * (step % 2)) for step in range(24)]
+    look_up = Request.look_up
+
+    def fails(*args, **keywords):
+        if (rank, number) == (1, at):
+            raise MemoryError("of this rank alone")
+        return look_up(*args, **keywords)
+
+    for peers in (True, False):
+        with writing(peers=peers) as patch:
+            patch.setattr(Request, "look_up", fails)
+            model = ShardedTieredEmbeddingBagCollection(
+                tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1)
+            )
+            outputs = []
+            loop = te.prefetch([(*its[:2], its[3]) for its in drawn], model, ids_of=lambda its: its[:2])
+            for number, (ids, offsets, upstream) in enumerate(loop):
+                if (rank, number) == (0, at):
+                    torch.cuda._sleep(10 * SPIN)
+                with contextlib.suppress(te.errors.PeerError):
+                    out = model(ids, offsets)
+                    out.backward(upstream)
+                    outputs.append(out.detach())
+            assert len(outputs) == len(drawn) - 1
+            found.append([*outputs, *model.state_dict().values()])
+            model.close()
+    return found
+
+
+@pytest.mark.parametrize("at", [14, 17])
+def test_what_a_failed_forward_writes_late_is_over_no_rows_of_the_next(world, at):
+    check_same(world.run(fails_amid, at))
+
+
 def meets(rank, size, events):
     with writing():
         return test_sharded_gpus.meets(rank, size, events)
