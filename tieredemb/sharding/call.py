@@ -38,7 +38,7 @@ from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
-from tieredemb.sharding.exchange import Sending
+from tieredemb.sharding.exchange import Exchange, Sending
 from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, Most, Phase, take
 from tieredemb.sharding.request import Request, RequestPart
@@ -192,7 +192,7 @@ class ShardedCall:
             return cls(context, batch, flag=flag)
         try:
             header = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead))
-            _check_alike(header)
+            _check_alike(header, context.exchange)
         except BaseException:
             planned.release()
             raise
@@ -307,7 +307,7 @@ class ShardedCall:
         """Tells all ranks how much each is asked for, as far as that is known."""
         flag |= LATER * self._is_later
         header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
-        _check_alike(header)
+        _check_alike(header, self.context.exchange)
         return header
 
     def _agreed_bounds(self, header: Header) -> Bounds | None:
@@ -417,7 +417,7 @@ class ShardedCall:
         else:
             flag = PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
             header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
-            _check_alike(header)
+            _check_alike(header, exchange)
             if not header.set_by_all & FETCHED:
                 return False
             self._told(header.flags)
@@ -429,6 +429,8 @@ class ShardedCall:
             self._rows = self._came(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.announced, trains=trains)
+            elif self._learns:
+                context.eager_buffers.rows_sent()
             for bags, each in kept:
                 came = exchange.send(each, ROWS)
                 if self._asks[exchange.rank]:
@@ -665,12 +667,13 @@ def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
-def _check_alike(header: Header) -> None:
+def _check_alike(header: Header, exchange: Exchange) -> None:
     """Raises `PeerError`, on all ranks, where some have weights of their samples and others none, or some are to train
     and others not."""
     flags = header.flags
     if not (header.set_by_any ^ header.set_by_all) & (WEIGHTED | TRAINS):
         return
+    exchange.failures += 1
     with_weights, training = ([rank for rank, flag in enumerate(flags) if flag & kind] for kind in (WEIGHTED, TRAINS))
     if 0 < len(with_weights) < len(flags):
         raise PeerError(
