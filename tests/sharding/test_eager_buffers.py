@@ -59,7 +59,7 @@ def buffers(monkeypatch):
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
     parts = [(SimpleNamespace(is_table_wise=is_table_wise), shard) for is_table_wise in (False, True)]
-    exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS)
+    exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS, failures=0)
     return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
 
 
@@ -111,13 +111,14 @@ def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
     assert buffers.of(bounds(18, 9)) is not None
     assert buffers.of(bounds(19, 9)) is None
     assert buffers.of(bounds(16, 10)) is None
+    before = len(Memory.made[0].did)
     prepared(buffers, bounds(40, 4))
     first, second = Memory.made
     assert (
         buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0].received.data_ptr()
     )  # not in what was given up
     assert [spec.each for spec in second.specs] == [9, 9, 45]  # what fitted still does
-    assert first.did[-1] == ("close", True)
+    assert first.did[before:] == ["wait_stream", ("close", True)]  # behind its last use, on whatever stream
     assert buffers.wait_seconds == 1.0
 
 
@@ -172,6 +173,21 @@ def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
     buffers.barrier()
     buffers.wait_stream()
     assert memory.did == ["wait_stream", "barrier", "wait_stream"]
+
+
+def test_a_forward_sends_behind_one_that_has_failed(buffers):
+    """What that has written may arrive late: until all ranks have exchanged rows once more."""
+    its = bounds(16, 8)
+    buffers._context.exchange.failures = 1  # of before
+    prepared(buffers, its)
+    buffers.rows_sent()
+    first = forward(buffers, 3, its)
+    buffers.of(its)
+    buffers._context.exchange.failures += 1
+    assert [forward(buffers, number, its) for number in (4, 5)] == [None, None]
+    assert Memory.made[0].did[-1] == "wait_stream"  # what is sent comes behind what was written
+    buffers.rows_sent()
+    assert forward(buffers, 6, its) not in (None, first)
 
 
 def test_what_table_wise_tables_exchange_needs_no_buffer(buffers):

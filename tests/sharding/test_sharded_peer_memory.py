@@ -184,10 +184,10 @@ def failing(function, at):
     numbers = itertools.count()
 
     @functools.wraps(function)
-    def other(*args):
+    def other(*args, **keywords):
         if next(numbers) == at:
             raise MemoryError("of this rank alone")
-        return function(*args)
+        return function(*args, **keywords)
 
     return other
 
@@ -213,7 +213,7 @@ def eager_step_of(kind, model, late):
             with torch.no_grad():
                 evaluated = model(*batch[3:])
             return torch.cat([evaluated, step(batch)])
-        if kind == "fails once":
+        if "fails" in kind:
             try:
                 return step(batch)
             except te.errors.PeerError:
@@ -232,7 +232,10 @@ def eager_step_of(kind, model, late):
     return other
 
 
-EAGER_ALONE = ("fails once", "is scaled", "accumulates", "evaluates between", "drops some", "other streams", "follows")
+EAGER_ALONE = (
+    *("fails once", "fails to look up", "is scaled", "accumulates", "evaluates between", "drops some"),
+    *("other streams", "follows"),
+)
 
 
 def run_of(rank, size, kind, ahead, late, captured=True):
@@ -259,6 +262,8 @@ def run_of(rank, size, kind, ahead, late, captured=True):
                 model.fused_optimizer.attach_grad_scaler(scaler)
             if kind == "fails once" and rank == 1:
                 patch.setattr(Request, "gradient", failing(Request.gradient, at=10))
+            if kind == "fails to look up" and rank == 1:
+                patch.setattr(Request, "look_up", failing(Request.look_up, at=20))
             train = (step_of if captured else eager_step_of)(kind, model, its_late)
             if captured:
                 train = (te.graph_forward if kind == "looks up" else te.graph_step)(train, max_ids=LONGEST)
@@ -354,6 +359,44 @@ def test_what_one_rank_lacks_keeps_all_to_sending(world, what, ahead):
     for (outputs, weights, _), (others, their_weights, _) in zip(found, sent, strict=True):
         assert equal(outputs, others)
         assert all(equal(weights[name], their_weights[name]) for name in their_weights)
+
+
+def fails_amid(rank, size, at):
+    """Steps of two sizes in turn, of which one fails on rank 1, and comes late on the GPU of rank 0, which knows of the
+    next by then."""
+    found, tables, number = [], tables_of(**TABLES | {"modes": ("sum",)}), 0
+    drawn = [batch_of(tables, step, rank, samples=lambda rank, step=step: 7 + 50 * (step % 2)) for step in range(24)]
+    look_up = Request.look_up
+
+    def fails(*args, **keywords):
+        if (rank, number) == (1, at):
+            raise MemoryError("of this rank alone")
+        return look_up(*args, **keywords)
+
+    for peers in (True, False):
+        with writing(peers=peers) as patch:
+            patch.setattr(Request, "look_up", fails)
+            model = ShardedTieredEmbeddingBagCollection(
+                tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1)
+            )
+            outputs = []
+            loop = te.prefetch([(*its[:2], its[3]) for its in drawn], model, ids_of=lambda its: its[:2])
+            for number, (ids, offsets, upstream) in enumerate(loop):
+                if (rank, number) == (0, at):
+                    torch.cuda._sleep(10 * SPIN)
+                with contextlib.suppress(te.errors.PeerError):
+                    out = model(ids, offsets)
+                    out.backward(upstream)
+                    outputs.append(out.detach())
+            assert len(outputs) == len(drawn) - 1
+            found.append([*outputs, *model.state_dict().values()])
+            model.close()
+    return found
+
+
+@pytest.mark.parametrize("at", [14, 17])
+def test_what_a_failed_forward_writes_late_is_over_no_rows_of_the_next(world, at):
+    check_same(world.run(fails_amid, at))
 
 
 def meets(rank, size, events):

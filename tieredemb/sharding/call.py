@@ -38,7 +38,7 @@ from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
-from tieredemb.sharding.exchange import Sending
+from tieredemb.sharding.exchange import Exchange, Sending
 from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.request import Request, RequestPart
@@ -198,7 +198,7 @@ class ShardedCall:
             return cls(context, batch, flag=flag)
         try:
             header = context.announce(Phase.FORWARD, flag=PLANNED | flag | NO_PLANS_AHEAD * (not context.offers_ahead))
-            _check_alike(header)
+            _check_alike(header, context.exchange)
         except BaseException:
             planned.release()
             raise
@@ -314,7 +314,7 @@ class ShardedCall:
         """Announces how much it requests, as far as that is known; returns the header of all ranks."""
         flag |= CHECK_DEFERRED * self._is_check_deferred
         header = self.context.announce(phase, counts=self._counts, flag=flag, meanwhile=meanwhile)
-        _check_alike(header)
+        _check_alike(header, self.context.exchange)
         return header
 
     def _agreed_bounds(self, header: Header) -> Bounds | None:
@@ -438,7 +438,7 @@ class ShardedCall:
         else:
             flag = PLANNED | FETCHED | TRAINS * trains | NO_PLANS_AHEAD * (not context.offers_ahead)
             header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
-            _check_alike(header)
+            _check_alike(header, exchange)
             if not header.set_by_all & FETCHED:
                 return False
             self._note_announced(header.flags)
@@ -450,6 +450,8 @@ class ShardedCall:
             self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.exchange_number, trains=trains)
+            elif self._learns_bounds:
+                context.eager_buffers.rows_sent()
             for bags, rows_to_send in kept:
                 rows_of_ids = exchange.send(rows_to_send, ROWS)
                 if self._requests_weight_gradient[exchange.rank]:
@@ -691,12 +693,13 @@ def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
     return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
-def _check_alike(header: Header) -> None:
+def _check_alike(header: Header, exchange: Exchange) -> None:
     """Raises `PeerError`, on all ranks, where some ranks have per-sample weights and others none, or some train and
     others do not."""
     flags = header.flags
     if not (header.set_by_any ^ header.set_by_all) & (WEIGHTED | TRAINS):
         return
+    exchange.failures += 1
     with_weights, training = ([rank for rank, flag in enumerate(flags) if flag & kind] for kind in (WEIGHTED, TRAINS))
     if 0 < len(with_weights) < len(flags):
         raise PeerError(

@@ -202,6 +202,7 @@ class ShardedContext:
         ranks, widths = self.exchange.size, (shard.space.width for shard in self.shards for _ in shard.parts)
         for bound, most, width in zip(bounds, self.largest, widths, strict=True):
             if bound.ids > most:
+                self.exchange.failures += 1
                 raise InvalidInputError(
                     f"a rank requests {bound.ids} ids from another in the tables of width {width}; {ranks} ranks may "
                     f"request {most} at most from each other: split the batch. Nothing was changed"

@@ -10,6 +10,10 @@ One forward at a time owns the buffer for gradients: from its rows on, until its
 have been exchanged. The gradients of other forwards are sent. All ranks decide this alike, by what all of them know:
 the sizes on which they have agreed, and the order of forwards and of backward passes. Buffers are allocated once
 several forwards in a row have lacked them, and anew where forwards need larger ones.
+
+A forward that fails on one rank has no barrier. What other ranks have written for it may arrive late, and would then
+overwrite rows of the next forward, if that one exchanges blocks of another size. So the next forward sends its rows:
+once a rank has received them from all others, what these had written before has arrived.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ class EagerBuffers:
         self._next = 0  # the buffer for the rows of the next forward
         self._owner: int | None = None  # the forward that owns the buffer for gradients
         self._lacking = 0  # forwards in a row without buffers
+        self._failures = 0  # that all ranks knew of when rows were exchanged last
         self._waited = 0.0  # seconds, in memory that was outgrown
         self._grows = True
         self.is_off = not context.exchange.has_nccl or context.device.type != "cuda"
@@ -84,6 +89,8 @@ class EagerBuffers:
             if not part.is_table_wise:
                 specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
                 specs.append(BufferSpec.for_gradients(0, number, shard, bound))
+        if self._memory is not None:
+            self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         memory = SymmetricMemory(self._context, SHARE)
         allocated = memory.make(specs)
         if allocated is None:  # the buffers that there are stay
@@ -96,11 +103,14 @@ class EagerBuffers:
 
     def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
         """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
-        each rank as it exchanges. None where they do not fit. The current stream may write there from now on."""
+        each rank as it exchanges. None where they do not fit, or where a forward has failed before. The current stream
+        may write there from now on."""
         memory = self._memory
-        if memory is None or not self._fits(bounds):
+        if memory is None or self.is_off:
             return None
-        memory.wait_stream()
+        memory.wait_stream()  # also before rows are sent
+        if not self._fits(bounds) or self._context.exchange.failures > self._failures:
+            return None
         key = (bounds, self._next)
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
@@ -127,6 +137,10 @@ class EagerBuffers:
         """See `SymmetricMemory.barrier`."""
         assert self._memory is not None
         self._memory.barrier()
+
+    def rows_sent(self) -> None:
+        """All ranks have launched an exchange of rows, and no barrier."""
+        self._failures = self._context.exchange.failures
 
     def rows_exchanged(self, forward: int, *, trains: bool) -> None:
         """All ranks have launched the barrier behind the rows of a `forward`, by its number."""
