@@ -187,7 +187,7 @@ class Dlrm(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the command line asked for."""
+    """What the command line requests."""
 
     works: tuple[Work, ...]
     ranks: int
@@ -219,34 +219,34 @@ class Exchange(NamedTuple):
     mib: float
 
 
-# --- who asks whom --------------------------------------------------------------------------------------------------
+# --- who requests what from whom ------------------------------------------------------------------------------------
 
 
 class Requests:
-    """What a rank asks all for, in tables of a `shape` that are laid out so."""
+    """What a rank requests from all, in tables of a `shape` that are laid out so."""
 
     def __init__(self, layout: Layout, shape: Shape, jagged: Jagged) -> None:
         ids, offsets = jagged
         device, tables = ids.device, len(shape.sizes)
         self._ids, self._samples = ids, (len(offsets) - 1) // tables
         self._table = torch.arange(tables, device=device).repeat_interleave(offsets[:: self._samples].diff())
-        self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is dealt out
-        self._is_dealt = self._holder[self._table] < 0
-        self._owner = torch.where(self._is_dealt, (ids + self._table) % layout.size, self._holder[self._table])
+        self._holder = torch.from_numpy(layout.owner).to(device)  # of each table, or −1 where it is row-wise
+        self._is_row_wise = self._holder[self._table] < 0
+        self._owner = torch.where(self._is_row_wise, (ids + self._table) % layout.size, self._holder[self._table])
         self._width = torch.tensor(shape.widths, device=device)
         self._first = torch.tensor([0, *shape.sizes], device=device).cumsum(0)
 
     def bytes_with_others(self, rank: int) -> dict[str, int]:
         """Bytes of what `rank` sends to others, and what they send it: of ids, of rows and pooled bags, and of
         gradients."""
-        goes = self._owner != rank
-        dealt = goes & self._is_dealt
-        keys: torch.Tensor = (self._first[self._table] + self._ids)[dealt].unique()  # type: ignore[no-untyped-call]
+        is_sent = self._owner != rank
+        row_wise = is_sent & self._is_row_wise
+        keys: torch.Tensor = (self._first[self._table] + self._ids)[row_wise].unique()  # type: ignore[no-untyped-call]
         rows = 4 * int(self._width[torch.searchsorted(self._first, keys, right=True) - 1].sum())
-        occurrences = 4 * int(self._width[self._table[dealt]].sum())
+        occurrences = 4 * int(self._width[self._table[row_wise]].sum())
         is_away = (self._holder >= 0) & (self._holder != rank)
         bags = 4 * self._samples * int(self._width[is_away].sum())
-        return {"ids": 8 * int(goes.sum()), "rows": rows + bags, "gradients": occurrences + bags}
+        return {"ids": 8 * int(is_sent.sum()), "rows": rows + bags, "gradients": occurrences + bags}
 
 
 def sharding_of(shape: Shape, way: str) -> dict[str, Sharding] | None:
@@ -508,7 +508,7 @@ def records_of_parts(plan: Plan, work: Work, found: Sequence[dict[Any, Any]]) ->
 
 
 def run(plan: Plan) -> tuple[list[Record], list[int]]:
-    """Starts the ranks, and puts together what they find: what all of them have told before one fails is returned,
+    """Starts the ranks, and joins what they find: what all of them have reported before one fails is returned,
     and which have failed."""
     context = multiprocessing.get_context("spawn")
     found: list[dict[Any, Any]] = [{} for _ in range(plan.ranks)]
@@ -523,8 +523,8 @@ def run(plan: Plan) -> tuple[list[Record], list[int]]:
             pipes.append(ours)
         with contextlib.suppress(EOFError):
             while True:
-                for its, told in zip(found, [pipe.recv() for pipe in pipes], strict=True):
-                    its |= told
+                for its, reported in zip(found, [pipe.recv() for pipe in pipes], strict=True):
+                    its |= reported
         for process in processes:
             process.join(60)
             process.kill()
@@ -553,7 +553,7 @@ def title(plan: Plan) -> str:
         f"then with prefetch, then without it under "
         f"`torch.autograd.set_multithreading_enabled(False)`; then as CUDA graphs, without and with prefetch. The "
         f"parts of a step: all-to-alls in equal parts, of as many bytes as a rank exchanges with others (8 an id; of "
-        f"a table that is dealt out a row for each different id, and a gradient for each occurrence; of one that "
+        f"a row-wise table a row for each different id, and a gradient for each occurrence; of one that "
         f"another rank holds a vector for each bag, both ways); a captured step of one GPU that holds all rows; "
         f"PCIe's time for the rows that move."
     )

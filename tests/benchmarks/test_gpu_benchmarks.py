@@ -386,16 +386,16 @@ def test_requests_are_what_a_rank_exchanges_with_others(rank):
     sent, rows = Counter(), set()
     for t, (ids, _) in enumerate(batch):
         kind, width = SHARDING[f"t{t}"], 4 * shape.widths[t]
-        is_dealt = isinstance(kind, te.RowWise)
+        is_row_wise = isinstance(kind, te.RowWise)
         for row in ids.tolist():
-            owner = (row + t) % RANKS if is_dealt else kind.rank
+            owner = (row + t) % RANKS if is_row_wise else kind.rank
             if owner != rank:
                 sent["ids"] += 8
-                if is_dealt:
+                if is_row_wise:
                     sent["gradients"] += width
                     sent["rows"] += width * ((t, row) not in rows)
                     rows.add((t, row))
-        if not is_dealt and kind.rank != rank:  # pooled bags
+        if not is_row_wise and kind.rank != rank:  # pooled bags
             sent += {"rows": width * shape.batch, "gradients": width * shape.batch}
     requests = Requests(layout, shape, as_one(batch))
     assert requests.bytes_with_others(rank) == sent

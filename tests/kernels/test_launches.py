@@ -56,7 +56,7 @@ from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import parts_of
-from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
+from tieredemb.sharding.gpu_bags import BagInputs, GpuPart
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
 from tieredemb.step.batch import Batch
@@ -331,9 +331,9 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     edges = Edges(torch.arange(7), 7, exact=True, ids=len(ids))
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
     counts = words[11:].view(3, 5)[:, 1 : 1 + 2 * len(chosen)]
-    given = FoundWords(ids, edges, words[:3], words[3:].data_ptr())
+    given = BagInputs(ids, edges, words[:3], words[3:].data_ptr())
     bags = width.find(batch, given, counts)
-    assert (bags.asked.shape, bags._order.shape) == ((10,), (10,))
+    assert (bags.requested.shape, bags._order.shape) == ((10,), (10,))
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)
@@ -359,29 +359,29 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     ids, words = torch.arange(count), torch.zeros(11 + 3 * 4, dtype=torch.int64)
     edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False, ids=count)
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
-    counts, given = words[11:].view(3, 4), FoundWords(ids, edges, words[:3], words[3:].data_ptr())
+    counts, given = words[11:].view(3, 4), BagInputs(ids, edges, words[:3], words[3:].data_ptr())
     width.count(batch, given, counts)
     if not finds_firsts:
         launched.clear()
-    written = width._found(batch, given)
+    written = width._find_bags(batch, given)
     for part_of_it in vars(written).values():
         if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
             part_of_it.zero_()
-    width._found = lambda *_: written
+    width._find_bags = lambda *_: written
     bags = width.find(batch, given, counts, finds_firsts=finds_firsts)
     bags.pad(Bound(5, None))
     held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
     assert bags.sent == [2 + 5 + its * 3 for its in held]
-    assert bags.asked.shape == (sum(bags.sent),)
+    assert bags.requested.shape == (sum(bags.sent),)
     assert bags.ids == [5, 5, 5]
-    assert bags.grads == ([its * 3 for its in held] if part.is_whole else [5, 5, 5])
+    assert bags.grads == ([its * 3 for its in held] if part.is_table_wise else [5, 5, 5])
     assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
     assert rows.shape == (sum(bags.grads), 8)
-    assert (scale is None) == part.is_whole
+    assert (scale is None) == part.is_table_wise
     assert scale is None or scale.shape == (15,)
     sent = bags.sent_weights(torch.zeros(count))
-    assert sent is None if not part.is_whole else sent.shape == (15,)
+    assert sent is None if not part.is_table_wise else sent.shape == (15,)
     if not finds_firsts:
         assert "firsts_find" not in launched
 

@@ -26,7 +26,7 @@ SHARDINGS = {
 
 
 def sharding_of(name, tables):
-    """One of `SHARDINGS`, or "every other": one or two tables that are dealt out, that one rank holds whole, that all
+    """One of `SHARDINGS`, or "every other": one or two tables that are row-wise, that one rank holds whole, that all
     hold, and so on."""
     if name != "every other":
         return SHARDINGS[name]

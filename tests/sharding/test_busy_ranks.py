@@ -1,4 +1,4 @@
-"""A rank whose GPU is busy for long, before the ranks tell each other anything, finds out that another has gone; those
+"""A rank whose GPU is busy for long, before a header of the ranks, finds out that another has gone; those
 that are all there go on. What a GPU does is played here; `test_sharded_gpus.py` has some that wait for a killed rank.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, calls_of, one_process, seven, step_of, tables_of
-from sharding.test_sharded_failures import LONG, QUICK, told
+from sharding.test_sharded_failures import LONG, QUICK, raised
 from sharding.worlds import World
 
 import tieredemb as te
@@ -65,8 +65,11 @@ def busy_model(times, *, shares=True, patience=0.02, timeout=LONG):
 
 
 def trains(rank, size, who, shares):
-    """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
-    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank in who else 0, shares=shares) as model:
+    """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has announced it."""
+    with (
+        calls_of(Exchange, "_exchange_headers") as calls,
+        busy_model(1500 if rank in who else 0, shares=shares) as model,
+    ):
         batches = [batch_of(TABLES, step, rank, samples=seven) for step in range(STEPS)]
         outputs = [step_of(model, batch, weighted=False)[0] for batch in batches]
         weights, state = dict(model.state_dict()), model.fused_optimizer.state_dict()
@@ -92,7 +95,7 @@ def meets(rank, size):
     wrong = ids.clone()
     wrong[0] = 10**6 if rank == 1 else wrong[0]
     with busy_model(1500 if rank == 0 else 0) as model:
-        return told(model, wrong, offsets), told(model, ids, offsets)
+        return raised(model, wrong, offsets), raised(model, ids, offsets)
 
 
 def test_what_a_rank_meets_one_that_is_busy_hears_of(worlds):
@@ -107,7 +110,7 @@ def waits_too_long(rank, size, patience):
     ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
     with busy_model(10**9 if rank == 0 else 0, timeout=QUICK, patience=patience) as model:
         started = time.monotonic()
-        return told(model, ids, offsets), time.monotonic() - started
+        return raised(model, ids, offsets), time.monotonic() - started
 
 
 @pytest.mark.parametrize("patience", [0.02, 10.0])
@@ -122,7 +125,7 @@ def test_a_rank_that_is_busy_for_longer_than_others_wait_leaves_them(worlds, pat
 
 def is_left(rank, size, where):
     """Rank 1 is killed where the others look up a batch, or read whole tables, and all they wait for is a GPU; what
-    those are told, and when."""
+    those raise, and when."""
     with busy_model(0) as model:
         for step in range(2):
             step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)
@@ -133,7 +136,7 @@ def is_left(rank, size, where):
         context.wait_for_stream = lambda done=None: context.wait_for(Busy(10**9))
         ids, offsets, *_ = batch_of(TABLES, 2, rank, samples=seven)
         started = time.monotonic()
-        found = told(model, ids, offsets) if where == "lookup" else told(model.state_dict)
+        found = raised(model, ids, offsets) if where == "lookup" else raised(model.state_dict)
         return found, time.monotonic() - started
 
 
@@ -150,7 +153,7 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
             (name, text), seconds = value
             assert name == "PeerError"
             assert text.startswith(
-                f"rank {rank} tells that it is there, as its GPU has been busy for long, and another"
+                f"rank {rank} reports that it is alive, as its GPU has been busy for long, and another"
             )
             assert seconds < 5
     finally:
@@ -158,9 +161,9 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
 
 
 def announces(rank, size):
-    """A header of which rank 0's comes late: how often the others do what they do meanwhile."""
+    """A header of which rank 0's is late: how often the others do what they do meanwhile."""
     done = []
-    with calls_of(Exchange, "_tell_all") as calls, busy_model(1500 if rank == 0 else 0) as model:
+    with calls_of(Exchange, "_exchange_headers") as calls, busy_model(1500 if rank == 0 else 0) as model:
         context = model._ranks._context
         context.wait_for_stream()
         context.exchange.header(Phase.FORWARD, 1, context.no_counts, meanwhile=lambda: done.append(None))
@@ -197,7 +200,7 @@ def test_a_wait_that_is_given_up_ends_what_the_gpu_does(monkeypatch):
     its = Exchange.__new__(Exchange)  # of no process group
     its.rank, its.timeout, its.failures, its._broken, its._device = 0, timedelta(seconds=0.05), 0, "", "a GPU"
     its._held = []
-    its._check, its._tell_all = lambda: None, lambda *given: None
+    its._check, its._exchange_headers = lambda: None, lambda *given: None
     its.wait_for(Busy(0), None)
     assert not its.is_broken
     with pytest.raises(te.errors.PeerError, match="the GPU of rank 0 was still busy"):

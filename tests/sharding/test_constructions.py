@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharding.ranks import batch_of, seven, tables_of
-from sharding.test_sharded_failures import LONG, told
+from sharding.test_sharded_failures import LONG, raised
 from sharding.worlds import World
 
 import tieredemb as te
@@ -88,7 +88,7 @@ def is_killed(rank, size, when, path):
         init = ends
     elif dies and when == "agreeing":
         dist.all_gather_object = ends
-    return told(constructed, "second"), left_behind(path), threads() - before
+    return raised(constructed, "second"), left_behind(path), threads() - before
 
 
 MOMENTS = {
@@ -136,7 +136,7 @@ def is_killed_beside_a_busy_one(rank, size, path):
         while rank == 2 and not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    found = told(model_of, filled_by(init))
+    found = raised(model_of, filled_by(init))
     if rank == 0:
         path.write_text("raised")
     return found, path.exists()
@@ -160,7 +160,7 @@ def loses_its_store(rank, size):
     dist.barrier()
     if rank == 1:
         ends()
-    return told(model_of)
+    return raised(model_of)
 
 
 def test_a_killed_rank_that_serves_the_store_ends_the_construction():
@@ -183,10 +183,10 @@ def constructs(rank):
 
 
 def is_elsewhere(rank, size):
-    """Rank 1 does something else, and comes when the others have waited; then all construct another one."""
+    """Rank 1 does something else, and begins when the others have waited; then all construct another one."""
     if rank == 1:
         time.sleep(2 * SHORT.total_seconds())
-    found = told(model_of, timeout=LONG if rank == 1 else SHORT)
+    found = raised(model_of, timeout=LONG if rank == 1 else SHORT)
     constructs(rank)
     return found
 
@@ -211,7 +211,7 @@ def is_interrupted(rank, size, path):
 
     storage = te.HostMemory() if rank == 1 else te.File(str(path))
     try:
-        found = told(model_of, filled_by(init), storage=storage)
+        found = raised(model_of, filled_by(init), storage=storage)
     except KeyboardInterrupt:
         found = "KeyboardInterrupt", ""
     left, is_interrupted = left_behind(path), False
@@ -235,7 +235,7 @@ def holds_a_file(rank, size, path):
     """The file of rank 1 is held by another collection of it."""
     name = "rows-of-rank-1" if rank == 1 else "rows"
     first = model_of(storage=te.File(str(path / name)))
-    found = told(model_of, storage=te.File(str(path / ("rows-of-rank-1" if rank == 1 else "others"))))
+    found = raised(model_of, storage=te.File(str(path / ("rows-of-rank-1" if rank == 1 else "others"))))
     first.close()
     return found
 
@@ -247,7 +247,7 @@ def test_a_file_that_one_rank_cannot_open_ends_the_construction_on_all(worlds, t
 
 
 def mistakes_timeout(rank, size, timeout):
-    return told(model_of, timeout=timeout if rank == 1 else LONG)
+    return raised(model_of, timeout=timeout if rank == 1 else LONG)
 
 
 @pytest.mark.parametrize("timeout", [12, timedelta(0)], ids=str)
@@ -261,7 +261,7 @@ def makes_a_group_alone(rank, size):
     """Rank 0 has made a group of itself that the others have yet to make."""
     if rank == 0:
         dist.new_group([0])
-    found = told(model_of)
+    found = raised(model_of)
     if rank != 0:
         dist.new_group([0])
     constructs(rank)
@@ -282,7 +282,7 @@ def is_late(rank, size, shares):
         model = model_of()
         if rank == 1:
             time.sleep(1.5 * SHORT.total_seconds())
-        found = told(looks_up, rank, model)
+        found = raised(looks_up, rank, model)
         model.close()
     return found
 

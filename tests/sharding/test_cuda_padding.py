@@ -9,10 +9,10 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import SHAPES
-from sharding.test_padded_requests import BOUND, RANKS, asked_of, taken
+from sharding.test_padded_requests import BOUND, RANKS, messages_of, request_of
 
 from tieredemb.sharding.device_padding import join_messages, pad_bags
-from tieredemb.sharding.padding import Padding, each_asked, firsts_of, message, read
+from tieredemb.sharding.padding import Padding, firsts_of, message, plain_ids, read
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("rank", "shape"), list(product(range(RANKS), SHAPES)))
 def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
     with torch.device("cpu"):
-        parts, came = asked_of(rank, "rows", shape, rows)
-        request = taken(parts, came, rank, knows_ends=False, rows=rows)
+        parts, received = messages_of(rank, "rows", shape, rows)
+        request = request_of(parts, received, rank, knows_ends=False, rows=rows)
     features, stack = len(parts[0].space.features), request.batch.stack
-    its = join_messages(came[0].cuda(), ranks=RANKS, features=features, bound=BOUND, rows=rows)
+    its = join_messages(received[0].cuda(), ranks=RANKS, features=features, bound=BOUND, rows=rows)
     assert equal(its.edges.cpu(), request.batch.offsets)
     assert equal(its.ids.cpu(), request.batch.ids)
     assert equal(its.row.cpu(), stack.row)
@@ -34,8 +34,8 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
 
 
 SIZES = [(1, 1, 1), (1, 1, 500), (2, 26, 1000), (3, 2000, 900), (8, 5, 37), (40, 3, 64), (300, 40, 20)]
-GIVEN = {  # how many ids of each feature each rank is asked for, and how many fit
-    "nobody asks": ([[0, 0, 0], [0, 0, 0]], 9),
+GIVEN = {  # how many ids of each feature are requested from each rank, and how many fit
+    "no requests": ([[0, 0, 0], [0, 0, 0]], 9),
     "nothing fits": ([[0, 0], [0, 0]], 0),
     "one id": ([[0, 0], [0, 1]], 1),
     "full": ([[4, 5], [9, 0]], 9),
@@ -62,7 +62,7 @@ def cases():
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(("counts", "bound"), list(cases()))
 def test_messages_of_any_size_are_joined(counts, bound, once):
-    """Where a row goes back `once`, ids that were asked for before come inverted."""
+    """Where a row goes back `once`, ids that were requested before are inverted."""
     ranks, features, rows = *counts.shape, max(1, bound // 2) if once else None
     with torch.device("cpu"):
         torch.manual_seed(0)
@@ -70,14 +70,14 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
         if once:
             ids = torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)
         values = torch.cat([counts, ids], 1).view(-1)
-        came = read(values, features, bound, 0, [0] * ranks)
-        starts = torch.cumsum(came.counts, 1) - came.counts + torch.arange(ranks)[:, None] * bound
-        spans = zip(starts.T.reshape(-1).tolist(), came.counts.T.reshape(-1).tolist(), strict=True)
+        received = read(values, features, bound, 0, [0] * ranks)
+        starts = torch.cumsum(received.counts, 1) - received.counts + torch.arange(ranks)[:, None] * bound
+        spans = zip(starts.T.reshape(-1).tolist(), received.counts.T.reshape(-1).tolist(), strict=True)
         entries = torch.cat([torch.arange(start, start + count) for start, count in spans])
-        goes = firsts_of(came.ids, came.counts.sum(1), rows)[entries] if once else entries
+        destination = firsts_of(received.ids, received.counts.sum(1), rows)[entries] if once else entries
         picked = torch.zeros(ranks * (rows if once else bound) + 1, dtype=torch.int64)
-        picked.index_copy_(0, goes, torch.arange(len(entries)))
-        edges, n = torch.cat([torch.zeros(1, dtype=torch.int64), came.counts.sum(0).cumsum(0)]), len(entries)
+        picked.index_copy_(0, destination, torch.arange(len(entries)))
+        edges, n = torch.cat([torch.zeros(1, dtype=torch.int64), received.counts.sum(0).cumsum(0)]), len(entries)
     its = join_messages(values.cuda(), ranks=ranks, features=features, bound=bound, rows=rows)
     assert equal(its.edges.cpu(), edges)
     assert equal(its.entry[:n].cpu(), entries)
@@ -86,11 +86,11 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
     assert bool((its.entry[n:] == ranks * bound).all())
     assert bool(((its.joined[n:] >= 0) & (its.joined[n:] < ranks * bound)).all())
     assert bool((its.row[n:] == ranks * bound - 1).all())
-    assert equal(its.ids[:n].cpu(), each_asked(came.ids)[entries])
+    assert equal(its.ids[:n].cpu(), plain_ids(received.ids)[entries])
     assert equal(its.picked.cpu(), picked[:-1])
 
 
-def test_whatever_has_come_nothing_lies_beyond_a_block():
+def test_whatever_was_received_nothing_lies_beyond_a_block():
     for counts in ([-5, 3], [2**62, 2**62], [-(2**63), 2**63 - 1]):
         values = torch.tensor([*counts, *range(9)] * 2).cuda()
         its = join_messages(values, ranks=2, features=2, bound=9, rows=4)
@@ -106,9 +106,9 @@ def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
     with torch.device("cpu"):
         torch.manual_seed(0)
         counts = torch.cat([counts, (counts * torch.rand(ranks, features)).ceil().long()], 1)
-        asked, back = (int(its.sum()) for its in counts.split(features, 1))
-        order, ids = torch.randperm(asked), torch.randint(-1000, 1000, (asked + 9,) if asked else (0,))
-        its = torch.randint(-2, max(1, back), (asked + 9 if homes == "many" else 0,), dtype=torch.int32)
+        requested, back = (int(its.sum()) for its in counts.split(features, 1))
+        order, ids = torch.randperm(requested), torch.randint(-1000, 1000, (requested + 9,) if requested else (0,))
+        its = torch.randint(-2, max(1, back), (requested + 9 if homes == "many" else 0,), dtype=torch.int32)
         of_ids, expected = Padding(counts[:, :features].sum(1), bound), its.clone()
         Padding(counts[:, features:].sum(1), rows).move(expected)
         beside = torch.full((ranks, 2 * features + 3), 77)  # of another part

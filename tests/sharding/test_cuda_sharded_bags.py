@@ -1,4 +1,4 @@
-"""Which rows a GPU asks whom for, and what becomes of them, against the CPU twin. Skips without a GPU;
+"""Which rows a GPU requests from which rank, and how it pools them, against the CPU twin. Skips without a GPU;
 TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def are_as(one, other):
     assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
 
 
-def those_asked(bags, features, bound, samples):
-    """What a message says to each rank, without what fills its block up."""
+def requested_of(bags, features, bound, samples):
+    """The message to each rank, without the padding of its block."""
     pieces = []
-    for piece in bags.asked.cpu().split(bags.sent):
+    for piece in bags.requested.cpu().split(bags.sent):
         counts, ids, lengths = piece[:features], piece[features : features + bound], piece[features + bound :]
         assert len(lengths) % max(1, samples) == 0
         pieces += [counts, ids[: counts.sum()], lengths]
@@ -127,9 +127,9 @@ def test_gradients_go_to_each_rank(shape, modes):
 @pytest.mark.parametrize("once", [False, True], ids=["each row", "rows once"])
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, is_known, once, modes, ranks):
-    """`is_known`: whether the host knows how much is asked for, as it does but in a capture · `once`: whether a row
-    comes back once, whatever number of ids asks for it."""
+def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once, modes, ranks):
+    """`is_known`: whether the host knows how much is requested, as it does outside a capture · `once`: whether a row
+    comes back once, however many ids request it."""
     rng = np.random.default_rng(3)
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     kinds = {1: TableWise(), 3: Replicated()}
@@ -148,20 +148,20 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, is_known, once
         out = torch.zeros((samples, columns), device=device)
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         given = batch_on(device, ids, offsets, samples)
-        for number, bags in enumerate((find(given) if is_known else find.unchecked(given, finds_firsts=once))[0]):
+        for number, bags in enumerate((find(given) if is_known else find.find_unchecked(given, finds_firsts=once))[0]):
             rng, width = np.random.default_rng(number), widths[number]
             bound, rows = (each + 5 for each in most[0][number])
             bags.pad(Bound(bound, rows if once else None))
             space = bags._part.space.space if device == GPU else bags.space
             features = len(space.features)
-            asked = those_asked(bags, features, bound, samples)
-            live = torch.cat([piece[:features].sum()[None] for piece in bags.asked.cpu().split(bags.sent)])
+            messages = requested_of(bags, features, bound, samples)
+            live = torch.cat([piece[:features].sum()[None] for piece in bags.requested.cpu().split(bags.sent)])
             slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
             rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * samples, width))).float()
             every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
-            gathered += [asked, torch.tensor([*bags.ids, *bags.back, *bags.grads])]
+            gathered += [messages, torch.tensor([*bags.ids, *bags.back, *bags.grads])]
             rows, scale = bags.gradient(grad.to(device), float(ranks))
             is_slots = bags.ids == bags.grads
             gathered += [rows.cpu()[slots] if is_slots else rows, None if scale is None else scale.cpu()[slots]]
@@ -184,44 +184,44 @@ def test_features_may_come_in_another_order():
         find(batch_on(where, ids, offsets, 500, places))[0] for find, where in zip(both, (CPU, GPU), strict=True)
     )
     for mine, theirs in zip(host, device, strict=True):
-        asked = []
+        messages = []
         for bags in (mine, theirs):
             bags.pad(Bound(len(ids), None))
-            asked.append(those_asked(bags, len(mine.space.features), len(ids), 500))
-        assert equal(*asked)
+            messages.append(requested_of(bags, len(mine.space.features), len(ids), 500))
+        assert equal(*messages)
 
 
 @pytest.mark.parametrize("rows", [1, 50, 1_000_000])
-def test_a_row_of_many_occurrences_is_asked_for_once(rows):
+def test_a_row_of_many_occurrences_is_requested_once(rows):
     """More occurrences than a GPU has threads for at once, of one row, of some or of nearly as many."""
     count = 300_000
     ids = (np.random.default_rng(3).random(count) ** 2 * rows).astype(np.int64)
     tables = [te.TableConfig(name="t", num_embeddings=rows, embedding_dim=4)]
     both, *_ = finders(tables, 2, RowWise())
-    outs, asked, different = [], [], np.unique(ids)
+    outs, messages, different = [], [], np.unique(ids)
     for find, where in zip(both, (CPU, GPU), strict=True):
         (bags,), (most,) = find(batch_on(where, ids, np.arange(count + 1), count))
         assert most.rows == max(np.bincount(different % 2))
         bags.pad(Bound.just(most))
-        asked.append(those_asked(bags, 1, most.ids, count))
-        came = torch.from_numpy(np.random.default_rng(4).standard_normal((sum(bags.back), 4))).float()
+        messages.append(requested_of(bags, 1, most.ids, count))
+        received = torch.from_numpy(np.random.default_rng(4).standard_normal((sum(bags.back), 4))).float()
         outs.append(torch.zeros((count, 4), device=where))
-        bags.pool(came.to(where), None, outs[-1], keep=False, keep_rows=False)
-    assert equal(*asked)
+        bags.pool(received.to(where), None, outs[-1], keep=False, keep_rows=False)
+    assert equal(*messages)
     assert equal(*outs)
 
 
 @pytest.mark.parametrize("kind", ["id", "negative id", "offset", "end"])
-def test_what_is_wrong_is_told_in_the_same_words(kind):
+def test_errors_have_the_same_words(kind):
     tables, ids, offsets = a_batch("several ids", ("sum",), np.random.default_rng(2))
     both, *_ = finders(tables, 2, RowWise())
     if kind in ("id", "negative id"):
         ids[[17, 400]] = 1000 if kind == "id" else -5
     else:
         offsets[70 if kind == "offset" else -1] = offsets[-1] - 1 if kind == "end" else -3
-    told = []
+    errors = []
     for find, device in zip(both, (CPU, GPU), strict=True):
         with pytest.raises((IdOutOfRangeError, InvalidInputError)) as error:
             find(batch_on(device, ids, offsets, 500))
-        told.append((error.type, str(error.value)))
-    assert told[0] == told[1]
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]

@@ -41,8 +41,8 @@ class Memory:
             for spec in specs
         ]
 
-    def follow(self):
-        self.did.append("follow")
+    def wait_stream(self):
+        self.did.append("wait_stream")
 
     def barrier(self):
         self.did.append("barrier")
@@ -58,7 +58,7 @@ def buffers(monkeypatch):
     monkeypatch.setattr(Memory, "made", [])
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
-    parts = [(SimpleNamespace(is_whole=is_whole), shard) for is_whole in (False, True)]
+    parts = [(SimpleNamespace(is_table_wise=is_table_wise), shard) for is_table_wise in (False, True)]
     exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS, failures=0)
     return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
 
@@ -74,7 +74,7 @@ def prepared(buffers, its, times=LACKING):
 
 
 def forward(buffers, number, its, *, trains=True):
-    """Where it writes its rows, if it does, once all have come to the barrier behind them."""
+    """Where it writes its rows, if it does, once all ranks are at the barrier behind them."""
     found = buffers.of(its)
     if found is not None:
         buffers.rows_exchanged(number, trains=trains)
@@ -84,21 +84,25 @@ def forward(buffers, number, its, *, trains=True):
 def test_buffers_are_allocated_for_forwards_that_recur(buffers):
     assert prepared(buffers, bounds(16, 8), LACKING - 1) is None
     assert not Memory.made
-    dealt, whole = prepared(buffers, bounds(16, 8), 1)
-    assert whole is None
+    row_wise, table_wise = prepared(buffers, bounds(16, 8), 1)
+    assert table_wise is None
     ((memory,), in_turn) = Memory.made, buffers._allocated
     assert memory.share == eager_buffers.SHARE
     assert [(spec.call, spec.part, spec.each, spec.dtype, spec.is_of_gradients) for spec in memory.specs] == [
         (0, 0, 9, torch.bfloat16, False), (1, 0, 9, torch.bfloat16, False), (0, 0, 18, torch.float32, True),
     ]  # fmt: skip
-    assert (dealt.rows.to.each, dealt.rows.to.first, len(dealt.rows.received)) == (8, RANK * 8, RANKS * 8)
-    assert (dealt.grads.to.each, dealt.grads.to.first, len(dealt.grads.received)) == (16, RANK * 16, RANKS * 16)
-    assert dealt.rows.received.data_ptr() == in_turn[0].received.data_ptr()
+    assert (row_wise.rows.to.each, row_wise.rows.to.first, len(row_wise.rows.received)) == (8, RANK * 8, RANKS * 8)
+    assert (row_wise.grads.to.each, row_wise.grads.to.first, len(row_wise.grads.received)) == (
+        16,
+        RANK * 16,
+        RANKS * 16,
+    )
+    assert row_wise.rows.received.data_ptr() == in_turn[0].received.data_ptr()
 
 
 def test_a_row_may_come_back_for_each_id(buffers):
-    (dealt, _) = prepared(buffers, bounds(16))
-    assert (dealt.rows.to.each, dealt.grads.to.each) == (16, 16)
+    (row_wise, _) = prepared(buffers, bounds(16))
+    assert (row_wise.rows.to.each, row_wise.grads.to.each) == (16, 16)
 
 
 def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
@@ -114,7 +118,7 @@ def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
         buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0].received.data_ptr()
     )  # not in what was given up
     assert [spec.each for spec in second.specs] == [9, 9, 45]  # what fitted still does
-    assert first.did[before:] == ["follow", ("close", True)]  # behind its last use, on whatever stream
+    assert first.did[before:] == ["wait_stream", ("close", True)]  # behind its last use, on whatever stream
     assert buffers.wait_seconds == 1.0
 
 
@@ -165,10 +169,10 @@ def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
     its = bounds(16, 8)
     prepared(buffers, its)
     (memory,) = Memory.made
-    assert memory.did == ["follow"]
+    assert memory.did == ["wait_stream"]
     buffers.barrier()
-    buffers.follow()
-    assert memory.did == ["follow", "barrier", "follow"]
+    buffers.wait_stream()
+    assert memory.did == ["wait_stream", "barrier", "wait_stream"]
 
 
 def test_a_forward_sends_behind_one_that_has_failed(buffers):
@@ -181,7 +185,7 @@ def test_a_forward_sends_behind_one_that_has_failed(buffers):
     buffers.of(its)
     buffers._context.exchange.failures += 1
     assert [forward(buffers, number, its) for number in (4, 5)] == [None, None]
-    assert Memory.made[0].did[-1] == "follow"  # what is sent comes behind what was written
+    assert Memory.made[0].did[-1] == "wait_stream"  # what is sent comes behind what was written
     buffers.rows_sent()
     assert forward(buffers, 6, its) not in (None, first)
 

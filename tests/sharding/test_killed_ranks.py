@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from sharding.ranks import batch_of, step_of, tables_of
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.worlds import World
 
 import tieredemb as te
@@ -26,7 +26,7 @@ def samples(rank):
 
 
 def trains(rank, size, where, killed_at, when):
-    """Saves after each step, and goes on from the last one that was saved. One rank is killed in one of them."""
+    """Saves after each step, and continues from the last one that was saved. One rank is killed in one of them."""
     model = ShardedTieredEmbeddingBagCollection(
         TABLES, sharding=RowWise(), capacity=0.5, optimizer=te.Adam(lr=0.05), device="cpu", average=False
     )
@@ -42,8 +42,8 @@ def trains(rank, size, where, killed_at, when):
             os.kill(os.getpid(), signal.SIGKILL)
             del out
         started = time.monotonic()
-        error = told(step_of, model, batch_of(TABLES, step, rank, samples=samples), weighted=False)
-        error = error or told(model.save_checkpoint, where, extra={"step": step})
+        error = raised(step_of, model, batch_of(TABLES, step, rank, samples=samples), weighted=False)
+        error = error or raised(model.save_checkpoint, where, extra={"step": step})
         if error is not None:
             return error, time.monotonic() - started
     weights = dict(model.state_dict())

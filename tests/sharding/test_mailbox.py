@@ -1,4 +1,4 @@
-"""What ranks of one host tell each other through memory that they share: nothing is lost, and nobody waits for ever."""
+"""Messages of ranks of one host through memory that they share: none is lost, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_a_rank_that_has_left_receives_nothing_more():
 
 
 def opened(places, *, before_opening=lambda path: None):
-    """What ranks in these places open, each by itself; they tell each other what each has told."""
-    told, barrier = {}, threading.Barrier(len(places))
+    """What ranks in these places open, each by itself; they exchange what each announces."""
+    announced, barrier = {}, threading.Barrier(len(places))
     found = [None] * len(places)
 
     def every(rank, values):
@@ -96,12 +96,12 @@ def opened(places, *, before_opening=lambda path: None):
         values.append(None)
 
         def tell(value):
-            told[number, rank] = value
+            announced[number, rank] = value
             barrier.wait(60)
             if rank == 0 and number == 0:
                 before_opening(value[1])
             barrier.wait(60)
-            return [told[number, other] for other in range(len(places))]
+            return [announced[number, other] for other in range(len(places))]
 
         return tell
 

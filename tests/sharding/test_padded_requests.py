@@ -1,5 +1,5 @@
-"""What one rank is asked for in messages of one size: what a host finds in them, and what is found where no host knows
-how many ids came, as on a GPU."""
+"""Requests to one rank in messages of one size: what a host finds in them, and what is found where no host knows how
+many ids were received, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.host_bags import HostFinder
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.request import Requests
+from tieredemb.sharding.request import RequestLayout
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import identity
 
@@ -27,26 +27,26 @@ def some(rank):
     return (5, 0, 9)[rank]
 
 
-def asked_of(rank, sharding, shape, rows=None):
-    """The parts of a width, and what all ask a rank for, of each part."""
+def messages_of(rank, sharding, shape, rows=None):
+    """The parts of a width, and the messages of all ranks to one, of each part."""
     layout = Layout(TABLES, RANKS, sharding_of(sharding, TABLES))
     parts = parts_of(layout, range(len(TABLES)), [4 * t for t in range(len(TABLES))])
-    came = [[] for _ in parts]
+    received = [[] for _ in parts]
     for other in range(RANKS):
         ids, offsets, *_ = batch_of(TABLES, 0, other, samples=some, shape=shape)
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
         for part, bags in enumerate(HostFinder(layout, parts)(batch)[0]):
             bags.pad(Bound(BOUND, rows))
-            came[part].append(bags.asked.split(bags.sent)[rank])
-    return parts, [torch.cat(its) for its in came]
+            received[part].append(bags.requested.split(bags.sent)[rank])
+    return parts, [torch.cat(its) for its in received]
 
 
-def taken(parts, came, rank, *, knows_ends, rows=None):
-    requests = Requests(parts, rank, RANKS, torch.device("cpu"))
+def request_of(parts, received, rank, *, knows_ends, rows=None):
+    requests = RequestLayout(parts, rank, RANKS, torch.device("cpu"))
     requests.knows_ends = knows_ends
     request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts))
-    assert [len(values) for values in came] == [sum(part.message) for part in request.parts]
-    request.take(came)
+    assert [len(values) for values in received] == [sum(part.message) for part in request.parts]
+    request.take(received)
     return request
 
 
@@ -54,10 +54,10 @@ def taken(parts, came, rank, *, knows_ends, rows=None):
 @pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other", "one rank"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank, sharding, shape):
-    parts, came = asked_of(rank, sharding, shape)
-    known, unknown = (taken(parts, came, rank, knows_ends=each) for each in (True, False))
-    count, room = len(known.batch.ids), len(unknown.batch.ids)
-    assert room == RANKS * BOUND * len(parts)
+    parts, received = messages_of(rank, sharding, shape)
+    known, unknown = (request_of(parts, received, rank, knows_ends=each) for each in (True, False))
+    count, length = len(known.batch.ids), len(unknown.batch.ids)
+    assert length == RANKS * BOUND * len(parts)
     assert count == int(known.batch.offsets[-1])
     assert equal(unknown.batch.ids[:count], known.batch.ids)
     assert equal(unknown.batch.offsets, known.batch.offsets)
@@ -78,7 +78,7 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
 
     grads = [[randn(sum(part.grads), 4)] for part in known.parts]
     for part, each in zip(known.parts, grads, strict=True):
-        each += [] if part.is_whole else [randn(RANKS * BOUND)]
+        each += [] if part.is_table_wise else [randn(RANKS * BOUND)]
     weighed = []
     call = SimpleNamespace(weigh=weighed.append)
     mine, theirs = known.gradient(call, grads), unknown.gradient(call, grads)
@@ -89,11 +89,11 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
 
 
 @pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other"])
-def test_an_update_that_is_put_off_reads_nothing_of_a_later_forward(sharding):
-    parts, came = asked_of(1, sharding, "some equal")
-    request = taken(parts, came, 1, knows_ends=False)
-    mine, stack = request.apart(), request.batch.stack
-    assert len({identity(each.batch.given) for each in (request, mine, request.apart())}) == 3
+def test_a_deferred_update_reads_nothing_of_a_later_forward(sharding):
+    parts, received = messages_of(1, sharding, "some equal")
+    request = request_of(parts, received, 1, knows_ends=False)
+    mine, stack = request.separated(), request.batch.stack
+    assert len({identity(each.batch.given) for each in (request, mine, request.separated())}) == 3
     kept = [run.edges.clone() for run in stack.runs]
     for run in stack.runs:
         run.edges.zero_()  # a replay for the next forward
@@ -107,30 +107,30 @@ def test_an_update_that_is_put_off_reads_nothing_of_a_later_forward(sharding):
 @pytest.mark.parametrize("sharding", ["rows", "every other"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape):
-    """Ids that were asked for before come inverted: the others' rows go back, in their order; and the row of each id in
+    """Ids that were requested before are inverted: the others' rows go back, in their order; and the row of each id in
     the output is where its gradient will be."""
     rows = BOUND - 7
-    parts, came = asked_of(rank, sharding, shape, rows)
-    request = taken(parts, came, rank, knows_ends=False, rows=rows)
-    plain = taken(*asked_of(rank, sharding, shape), rank, knows_ends=False)
+    parts, received = messages_of(rank, sharding, shape, rows)
+    request = request_of(parts, received, rank, knows_ends=False, rows=rows)
+    plain = request_of(*messages_of(rank, sharding, shape), rank, knows_ends=False)
     count, stack = int(plain.batch.offsets[-1]), request.batch.stack
     assert equal(request.batch.ids[:count], plain.batch.ids[:count])
     assert equal(request.batch.offsets, plain.batch.offsets)
     assert bool((stack.row < stack.rows).all())
-    (dealt,) = [number for number, part in enumerate(parts) if not part.is_whole]
-    features = len(parts[dealt].space.features)
+    (row_wise,) = [number for number, part in enumerate(parts) if not part.is_table_wise]
+    features = len(parts[row_wise].space.features)
     of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
-    firsts, asked = 0, 0
-    for block, piece in enumerate(came[dealt].split(request.parts[dealt].message)):
+    firsts, requested = 0, 0
+    for block, piece in enumerate(received[row_wise].split(request.parts[row_wise].message)):
         ids = piece[features : features + BOUND][: int(piece[:features].sum())]
         first = [position for position, each in enumerate(ids.tolist()) if each >= 0]
         picked = stack.picked[block * rows : block * rows + len(first)].tolist() if count else []
         assert picked == [of_entry[block * BOUND + position] for position in first][: len(picked)]
-        firsts, asked = firsts + len(first), asked + len(ids)
-    assert len(of_entry) == asked
-    assert firsts < asked or shape != "long"
-    assert request.parts[dealt].answer == [rows] * RANKS
+        firsts, requested = firsts + len(first), requested + len(ids)
+    assert len(of_entry) == requested
+    assert firsts < requested or shape != "long"
+    assert request.parts[row_wise].answer == [rows] * RANKS
     grads = [[torch.randn(sum(part.grads), 4)] for part in request.parts]
     found = request.gradient(SimpleNamespace(weigh=None), grads)
-    assert equal(found[stack.bags :], grads[dealt][0])
+    assert equal(found[stack.bags :], grads[row_wise][0])
     assert len(found) == stack.rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, calls_of, joined, step_of, tables_of
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
@@ -84,7 +84,7 @@ def misshapes(rank, size, ahead):
         batches[1] = (ids, offsets[:-1], *rest)
     loop = te.prefetch(batches, model, ids_of=lambda each: each[:2]) if ahead else batches
     for each in loop:
-        errors.append(told(step_of, model, each, weighted=False))
+        errors.append(raised(step_of, model, each, weighted=False))
     weights = dict(model.state_dict())
     model.close()
     return errors, weights
@@ -127,7 +127,7 @@ def weighs_planned(rank, size):
     model = model_of()
     ids, offsets, weights, _ = batch(0, rank)
     found = [
-        told(model, *each[:2], weights if rank == 1 else None)
+        raised(model, *each[:2], weights if rank == 1 else None)
         for each in te.prefetch([(ids, offsets)], model, ids_of=lambda each: each[:2])
     ]
     model.close()
@@ -154,7 +154,7 @@ def cannot_update(rank, size):
         check = cache.check_rows
         if (rank, step) == (1, 1):
             cache.check_rows = gone
-        errors.append(told(out.backward, upstream))
+        errors.append(raised(out.backward, upstream))
         cache.check_rows = check
     weights = dict(model.state_dict())
     model.close()
@@ -178,7 +178,7 @@ def fails_inside(rank, size):
             if rank == 1:
                 raise ValueError("the user's own")
 
-    found = told(run)
+    found = raised(run)
     step_of(model, batch(1, rank), weighted=False)
     weights = dict(model.state_dict())
     model.close()
@@ -212,9 +212,9 @@ def goes_back_through_others(rank, size, reached):
         if step == 1:
             outputs = [model(ids, offsets) for _ in range(2)]
             loss = sum((outputs[number] * upstream).sum() for number in reached[rank])
-            errors.append(told(loss.backward))
+            errors.append(raised(loss.backward))
         else:
-            errors.append(told(step_of, model, (ids, offsets, None, upstream), weighted=False))
+            errors.append(raised(step_of, model, (ids, offsets, None, upstream), weighted=False))
     weights = dict(model.state_dict())
     model.close()
     return errors, weights
@@ -239,27 +239,27 @@ def cannot_be_saved(rank, size):
     model = model_of()
     if rank == 1:
         model._held[0].engine.tables.weight = gone
-    found = told(model.state_dict)
+    found = raised(model.state_dict)
     step_of(model, batch(0, rank), weighted=False)
     model.close()
     return found
 
 
-def test_a_table_that_one_rank_cannot_hold_is_told_on_all(worlds):
+def test_a_table_that_one_rank_cannot_hold_is_raised_on_all(worlds):
     assert worlds(2).run(cannot_be_saved) == [("StorageError", "rank 1: the rows are gone")] * 2
 
 
 def builds_otherwise(rank, size):
     return {
-        "seed": told(model_of, seed=rank),
-        "optimizer": told(model_of, optimizer=te.SGD(lr=0.1 + rank)),
-        "sharding": told(model_of, sharding=(RowWise(), TableWise())[rank]),
-        "output_dtype": told(model_of, output_dtype=(None, torch.bfloat16)[rank]),
-        "is_weighted": told(model_of, is_weighted=bool(rank)),
-        "what updates the rows": told(
+        "seed": raised(model_of, seed=rank),
+        "optimizer": raised(model_of, optimizer=te.SGD(lr=0.1 + rank)),
+        "sharding": raised(model_of, sharding=(RowWise(), TableWise())[rank]),
+        "output_dtype": raised(model_of, output_dtype=(None, torch.bfloat16)[rank]),
+        "is_weighted": raised(model_of, is_weighted=bool(rank)),
+        "what updates the rows": raised(
             model_of, optimizer=(torch.optim.Adam, torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))[rank]
         ),
-        "fails": told(model_of, capacity=-1 if rank else 0.5),
+        "fails": raised(model_of, capacity=-1 if rank else 0.5),
     }
 
 
@@ -299,7 +299,7 @@ RESIDENT = [
 
 
 def saves_what_it_does_not_hold(rank, size, where):
-    """Table b is rank 1's, and a rank 0's, each of which has a row of the other that nobody asks for."""
+    """Table b is rank 1's, and a rank 0's, each of which has a row of the other that nobody requests."""
     model = ShardedTieredEmbeddingBagCollection(
         RESIDENT, sharding={"a": TableWise(rank=0), "b": TableWise(rank=1)}, capacity=0.9,
         optimizer=te.Adagrad(lr=0.1),

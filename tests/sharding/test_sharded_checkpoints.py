@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from devices import equal
 from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 from tieredemb.errors import StorageFullError
@@ -90,7 +90,7 @@ def fails_to_save(rank, size, who, where, when):
 
     if rank == who:
         setattr(checkpoint_directory, when, full)
-    found = told(model.save_checkpoint, where, extra={"step": 1})
+    found = raised(model.save_checkpoint, where, extra={"step": 1})
     setattr(checkpoint_directory, when, real)
     extra = model.load_checkpoint(where)
     after = dict(model.state_dict())
@@ -116,14 +116,14 @@ def loads_other_things(rank, size, where):
     model = make(size, "rows", OPTIMIZERS[0])
     other = ShardedTieredEmbeddingBagCollection(TABLES[:2], capacity=0.5, optimizer=OPTIMIZERS[0])
     model.save_checkpoint(where)
-    found = told(other.load_checkpoint, where), told(model.load_checkpoint, f"{where}-none")
+    found = raised(other.load_checkpoint, where), raised(model.load_checkpoint, f"{where}-none")
     step_of(model, batch_for(0, rank, size), weighted=False)
     model.close()
     other.close()
     return found
 
 
-def test_what_cannot_be_loaded_is_told_on_all(worlds, tmp_path):
+def test_what_cannot_be_loaded_is_raised_on_all(worlds, tmp_path):
     for other, none in worlds(2).run(loads_other_things, tmp_path / "saved"):
         assert other[0] == none[0] == "CheckpointError"
         assert "rank 0: the checkpoint in" in other[1]

@@ -9,7 +9,7 @@ import shutil
 import torch
 from devices import equal
 from sharding.ranks import batch_of, calls_of, joined, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 
@@ -123,7 +123,7 @@ def drawn(rows, generator):
 def begins_otherwise(rank, size):
     torch.manual_seed(rank)
     table = te.TableConfig(name="t", num_embeddings=9, embedding_dim=4, init=drawn)
-    return told(model_of, [table])
+    return raised(model_of, [table])
 
 
 def test_rows_that_an_init_draws_for_each_rank_by_itself_are_refused(worlds):
@@ -160,7 +160,7 @@ def forgets(rank, size, where):
     model = model_of(storage=storage)
     steps(model, rank, range(3))
     model.close()
-    return told(model_of, storage=storage)
+    return raised(model_of, storage=storage)
 
 
 def test_copies_that_do_not_begin_alike_are_refused(worlds, tmp_path):
@@ -184,7 +184,7 @@ def takes_unclean_files(rank, size, where, sharding):
         storage = te.File(where, recover=True)
         te.ShardedTieredEmbeddingBagCollection(TABLES, storage=storage, **keywords).close()
 
-    return told(opens)
+    return raised(opens)
 
 
 def test_copies_that_a_kill_has_left_are_not_taken_as_they_are(worlds, tmp_path):

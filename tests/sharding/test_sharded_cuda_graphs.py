@@ -164,7 +164,7 @@ def test_captured_steps_learn_how_many_ids_they_request(with_itself, replayed, s
 
 @pytest.mark.parametrize("max_ids", [LONGEST, None])
 def test_steps_that_go_ahead_learn_how_many_rows_come_back(with_itself, max_ids):
-    """A row comes back once, however many ids of a batch are its."""
+    """A row comes back once, however many ids of a batch are of it."""
     ranks = Run(MIXED, sharding="rows", max_ids=max_ids)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     for batch in te.prefetch(batches(MIXED, 20), ranks.table):
@@ -213,7 +213,7 @@ SPIN = 1_000_000  # clock cycles: more than half a millisecond
 
 class Mixed(Run):
     """Beside the collection two bags of this process alone, which share a cache, and are looked up and updated before,
-    on another stream if `aside`. A GPU comes late to what it does for them."""
+    on another stream if `aside`. The GPU is late with its work for them."""
 
     def __init__(self, sharding, *, aside=False):
         super().__init__(SUMS, sharding=sharding, capacity=0.3)
@@ -322,8 +322,8 @@ def test_a_step_that_goes_ahead_and_cannot_be_captured_has_not_happened(with_its
     assert len(graphs_of(train)) == 3
 
 
-def test_weights_whose_gradient_is_asked_for(with_itself, replayed):
-    """Gradients of what a batch holds are computed inside, from rows that come beside the pooled bags."""
+def test_weights_whose_gradient_is_requested(with_itself, replayed):
+    """Gradients of a batch's weights are computed inside, from rows that are received beside the pooled bags."""
     plain, ranks = Run(SUMS), Run(SUMS, sharding="every other")
 
     def step_of(run):
@@ -393,12 +393,12 @@ def test_a_batch_of_more_ids_than_fit_runs_eagerly(with_itself, replayed):
     many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
     ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
     long = ids.cuda(), many.cuda(), short[0][2]
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for batch in [*short, long, *short, long, *short]:
             found, expected = train(batch), plain.step(batch)
             assert_same_bits(found.values(), [value.detach() for value in expected.values()])
-    said = [str(each.message) for each in told if "max_ids" in str(each.message)]
+    said = [str(each.message) for each in warned if "max_ids" in str(each.message)]
     assert len(said) == 1
     assert "more than max_ids=60" in said[0]
     assert replayed.of(train) >= 12
@@ -423,7 +423,7 @@ def test_without_max_ids_a_batch_of_more_ids_has_steps_captured_anew(with_itself
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_batches_of_other_shapes_run_eagerly_and_of_more_ids_are_captured_anew(with_itself, replayed, ahead):
-    """Without a hint of how many ids may come."""
+    """Without max_ids."""
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=None)
     train, given = te.graph_step(ranks.step), batches(MIXED, 36)
     for at in (7, 20, 33):

@@ -17,7 +17,13 @@ import tieredemb as te
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.recorded_requests import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedRequest, RecordedRequests
+from tieredemb.sharding.recorded_requests import (
+    CHECKED_FIRST,
+    MOST_AT_ONCE,
+    MOST_FORMS,
+    RecordedRequest,
+    RecordedRequests,
+)
 from tieredemb.step.recorded_plans import RecordedPlan
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -36,19 +42,19 @@ def worlds():
 def counted(*, records=True):
     """Each time that a forward is found and exchanged by replays; or never, if nothing `records`."""
     of = RecordedRequests.of
-    with calls_of(RecordedRequest, "exchange") as asked:
+    with calls_of(RecordedRequest, "exchange") as replays:
         if not records:
             RecordedRequests.of = lambda self, batch: None
         try:
-            yield asked
+            yield replays
         finally:
             RecordedRequests.of = of
 
 
 def counts(rank, size, *given):
     """A run, and how many of its forwards were exchanged, and how many plans made, by replays."""
-    with counted() as asked, calls_of(RecordedPlan, "replay") as planned:
-        return *sharded_run(rank, size, *given), len(asked), len(planned)
+    with counted() as replays, calls_of(RecordedPlan, "replay") as planned:
+        return *sharded_run(rank, size, *given), len(replays), len(planned)
 
 
 @pytest.mark.parametrize("max_ids", [MANY, None])
@@ -61,7 +67,7 @@ def test_recorded_requests_have_the_bits_of_one_process(worlds, sharding, capaci
     compare(worlds(2), tables, sharding, seven, steps=STEPS, shape="ones", **keywords)
     answers = worlds(2).run(counts, tables, sharding, STEPS, seven, False, keywords, "ones")
     # samples are known from the second step on
-    assert {asked for *_, asked, _ in answers} == {STEPS - 3}
+    assert {replays for *_, replays, _ in answers} == {STEPS - 3}
     # of each width, once each was recorded; on no rank that holds none of its tables
     assert max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
 
@@ -89,7 +95,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
     for step in range(24):
         samples = (lambda rank: 7 + rank) if step in (9, 10) else seven
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=samples, shape="ones")
-        if (step, rank) in ((12, 1), (14, 0)):  # all on one rank, where tables are dealt out
+        if (step, rank) in ((12, 1), (14, 0)):  # all on one rank, where tables are row-wise
             ids = ids // 2 * 2
         if step == 14 and rank == 1:
             ids = ids.clone()
@@ -105,9 +111,9 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
     def look_up(batch):
         return model(batch[0], batch[1])
 
-    looked, again = calls_of(ShardedCall, "_looked_at"), calls_of(ShardedCall, "_ask_again")
-    with counted(records=records) as asked, looked as firsts, again as seconds, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a batch that does not fit is told of
+    checked, again = calls_of(ShardedCall, "_checked_bags"), calls_of(ShardedCall, "_request_again")
+    with counted(records=records) as replays, checked as firsts, again as seconds, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch that does not fit warns
         flight = []
         for step, batch in enumerate(te.prefetch(batches, model, ids_of=lambda each: each[:2]) if ahead else batches):
             try:
@@ -131,7 +137,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
                 (look_up(batch).sum() + look_up(batches[3]).sum()).backward()
         weights = dict(model.state_dict())
     model.close()
-    return outputs, weights, refused, (len(asked), len(firsts), len(seconds))
+    return outputs, weights, refused, (len(replays), len(firsts), len(seconds))
 
 
 @pytest.mark.parametrize("optimizer", [te.Adam(lr=0.05), te.RowWiseAdagrad(lr=0.1)], ids=["dense", "sparse"])
@@ -145,14 +151,14 @@ def test_recorded_requests_are_disturbed_by_nothing(worlds, sharding, ahead, max
     for (outputs, weights, refused, counts), (its_outputs, its_weights, its_refused, its_counts) in zip(
         replayed, launched, strict=True
     ):
-        asked, looked, again = counts
+        replays, checked, again = counts
         assert its_counts == (0, 0, 0)
-        assert asked >= 8  # of 24: three are refused, and other samples or a new bound have to come thrice
+        assert replays >= 8  # of 24: three are refused, and other samples or a new bound have to come thrice
         if isinstance(optimizer, te.Adam):  # whose lookups bring rows up to date
-            assert looked >= asked
+            assert checked >= replays
             assert again == 0
         else:
-            assert looked < asked
+            assert checked < replays
         assert refused == its_refused
         assert [step for step, _ in refused] == [14, 15, 16]
         assert "rank 1: id -4" in refused[0][1]
@@ -173,7 +179,7 @@ def differs(rank, size, max_ids, how):
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
         max_ids=max_ids,
     )  # fmt: skip
-    recorded, outputs, told, patch = model._ranks._context.recorded, [], [], pytest.MonkeyPatch()
+    recorded, outputs, n_headers, patch = model._ranks._context.recorded, [], [], pytest.MonkeyPatch()
     if rank == 1 and how == "never":
         recorded.of = lambda batch: None
     if how == "hosts":
@@ -182,34 +188,34 @@ def differs(rank, size, max_ids, how):
         batch = batch_of(tables, step, rank, samples=seven, shape="ones")
         with calls_of(Exchange, "header") as headers:
             outputs.append(step_of(model, batch, weighted=False)[0])
-        told.append(len(headers))
+        n_headers.append(len(headers))
     weights = dict(model.state_dict())
     model.close()
     patch.undo()
-    return outputs, weights, told
+    return outputs, weights, n_headers
 
 
 @pytest.mark.parametrize("max_ids", [MANY, None])
 def test_ranks_that_record_and_others_that_do_not_exchange_the_same(worlds, max_ids):
     never, hosts, all_do = (worlds(2).run(differs, max_ids, how) for how in ("never", "hosts", ""))
     for found in (never, hosts):
-        for (outputs, weights, told), (its_outputs, its_weights, its_told) in zip(found, all_do, strict=True):
+        for (outputs, weights, n_headers), (its_outputs, its_weights, its_n_headers) in zip(found, all_do, strict=True):
             assert all(map(equal, outputs, its_outputs))
             assert all(equal(weights[name], its_weights[name]) for name in its_weights)
-            assert set(its_told[4:]) == {4}  # two of a forward, two of a backward through whole tables
+            assert set(its_n_headers[4:]) == {4}  # two of a forward, two of a backward through whole tables
             # a rank that takes for granted what others do not know learns that it should not, and looks first
-            assert set(told[4:]) <= {4, 5}
-            assert told[4:].count(5) <= 1
+            assert set(n_headers[4:]) <= {4, 5}
+            assert n_headers[4:].count(5) <= 1
 
 
 def alternates(rank, size, records):
-    """Two forms in turn, one of which is much larger, and then a batch that asks one rank for nearly all."""
+    """Two forms in turn, one of which is much larger, and then a batch that requests nearly all from one rank."""
     tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05)
     )
     outputs = []
-    with counted(records=records) as asked:
+    with counted(records=records) as replays:
         for step in range(24):
             samples = (lambda rank: 300) if step % 2 else seven
             ids, offsets, _, upstream = batch_of(tables, step, rank, samples=samples, shape="ones")
@@ -221,14 +227,14 @@ def alternates(rank, size, records):
         weights = dict(model.state_dict())
         bounds = list(model._ranks._context.recorded._bounds.values())
     model.close()
-    return outputs, weights, len(asked), bounds
+    return outputs, weights, len(replays), bounds
 
 
 def test_forms_in_turn_have_bounds_of_their_own(worlds):
     launched, replayed = (worlds(2).run(alternates, records) for records in (False, True))
     assert len({tuple(bounds) for *_, bounds in replayed}) == 1
-    for (outputs, weights, asked, bounds), (its_outputs, its_weights, *_) in zip(replayed, launched, strict=True):
-        assert asked >= 14
+    for (outputs, weights, replays, bounds), (its_outputs, its_weights, *_) in zip(replayed, launched, strict=True):
+        assert replays >= 14
         assert len(bounds) == 2
         for most, least in zip(max(bounds), min(bounds), strict=True):  # of each width
             assert most.ids > 4 * least.ids
@@ -238,7 +244,7 @@ def test_forms_in_turn_have_bounds_of_their_own(worlds):
 
 
 def weighs(rank, size, ahead, records):
-    """Weights whose gradient is asked for, of batches that may have been found before they came."""
+    """Weights whose gradient is requested, of batches that may have been found before their forward."""
     tables = tables_of(widths=(4, 8))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
@@ -247,55 +253,55 @@ def weighs(rank, size, ahead, records):
     batches = [batch_of(tables, step, rank, samples=seven, shape="ones") for step in range(STEPS)]
     if rank == 1:  # of which some do not fit
         batches[9] = (batches[9][0] // 2 * 2, *batches[9][1:])
-    with counted(records=records) as asked, warnings.catch_warnings():
+    with counted(records=records) as replays, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loop = te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2]) if ahead else batches
         found = [step_of(model, batch, weighted=True) for batch in loop]
         weights = dict(model.state_dict())
     model.close()
-    return [out for out, _ in found], [grad for _, grad in found], weights, len(asked)
+    return [out for out, _ in found], [grad for _, grad in found], weights, len(replays)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_weights_of_samples_are_none_of_what_is_recorded(worlds, ahead):
     launched, replayed = (worlds(2).run(weighs, ahead, records) for records in (False, True))
-    for (outputs, grads, weights, asked), (its_outputs, its_grads, its_weights, _) in zip(
+    for (outputs, grads, weights, replays), (its_outputs, its_grads, its_weights, _) in zip(
         replayed, launched, strict=True
     ):
-        assert ahead or not asked  # weights are known of before their forward is found
+        assert ahead or not replays  # weights are known of before their forward is found
         assert all(map(equal, [*outputs, *grads], [*its_outputs, *its_grads]))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
 
 def puts_off(rank, size, ahead, records):
-    """Updates of several forwards at once, which come while later ones were found already."""
+    """Updates of several forwards at once, after later ones were found already."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05),
     )  # fmt: skip
     drawn = [batch_of(tables, step, rank, samples=seven, shape="ones") for step in range(18)]
     batches = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
-    outputs, together = [], contextlib.ExitStack()
-    with counted(records=records) as asked:
+    outputs, accumulating = [], contextlib.ExitStack()
+    with counted(records=records) as replays:
         loop = te.prefetch(batches, model, 2, ids_of=lambda each: each[:2]) if ahead else batches
         for step, (ids, offsets, upstream) in enumerate(loop):
             if step % 3 == 0:
-                together.enter_context(model.accumulate())
+                accumulating.enter_context(model.accumulate())
             out = model(ids, offsets)
             out.backward(upstream.to(out.dtype))
             outputs.append(out.detach().clone())
             if step % 3 == 2:
-                together.close()
+                accumulating.close()
         weights = dict(model.state_dict())
     model.close()
-    return outputs, weights, len(asked)
+    return outputs, weights, len(replays)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_updates_that_are_put_off_read_what_is_their_own(worlds, ahead):
     launched, replayed = (worlds(2).run(puts_off, ahead, records) for records in (False, True))
-    for (outputs, weights, asked), (its_outputs, its_weights, _) in zip(replayed, launched, strict=True):
-        assert asked >= 12
+    for (outputs, weights, replays), (its_outputs, its_weights, _) in zip(replayed, launched, strict=True):
+        assert replays >= 12
         assert all(map(equal, outputs, its_outputs))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
@@ -333,36 +339,36 @@ def test_forms_and_forwards_at_once_are_bounded(worlds):
 
 
 def looks(rank, size):
-    """How often a forward has looked what it asks for before it is sent, and how often again, step by step: one batch
-    of rank 1 does not fit."""
+    """How often a forward has checked its request before it is sent, and how often it requests again, step by step: one
+    batch of rank 1 does not fit."""
     tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1)
     )
     first, again = [], []
-    for step in range(12 + 2 * CAREFUL):
+    for step in range(12 + 2 * CHECKED_FIRST):
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=lambda rank: 2000, shape="ones")
         if step == 10 and rank == 1:
             ids = ids // 2 * 2
-        with calls_of(ShardedCall, "_looked_at") as looked, calls_of(ShardedCall, "_ask_again") as asked:
+        with calls_of(ShardedCall, "_checked_bags") as checked, calls_of(ShardedCall, "_request_again") as replays:
             out = model(ids, offsets)
             out.backward(upstream.to(out.dtype))
-        first += [step] * len(looked)
-        again += [step] * len(asked)
+        first += [step] * len(checked)
+        again += [step] * len(replays)
     model.close()
     return first, again
 
 
-def test_a_batch_that_does_not_fit_is_asked_for_again(worlds):
+def test_a_batch_that_does_not_fit_is_requested_again(worlds):
     (first, again), (its_first, its_again) = worlds(2).run(looks)
     assert again == its_again == [10]
-    assert its_first[-1] - its_first[0] >= CAREFUL - 1  # that rank looks first for a while
-    assert max(its_first) < 12 + 2 * CAREFUL - 1
+    assert its_first[-1] - its_first[0] >= CHECKED_FIRST - 1  # that rank looks first for a while
+    assert max(its_first) < 12 + 2 * CHECKED_FIRST - 1
     assert all(step > 10 for step in [*first, *its_first])
 
 
 def takes_headers(rank, size, infinite):
-    """How many headers there are in a step, of tables that are dealt out alone; a gradient is not finite in the last
+    """How many headers there are in a step, of row-wise tables alone; a gradient is not finite in the last
     one."""
     tables = tables_of(rows=(400, 600), widths=(8,), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
@@ -370,7 +376,7 @@ def takes_headers(rank, size, infinite):
     )
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
     model.fused_optimizer.attach_grad_scaler(scaler)
-    told = []
+    n_headers = []
     for step in range(STEPS):
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=seven, shape="ones")
         before = dict(model.state_dict()) if step == STEPS - 1 else {}
@@ -380,19 +386,19 @@ def takes_headers(rank, size, infinite):
             if infinite and step == STEPS - 1 and rank == 1:
                 loss = loss * torch.inf
             scaler.scale(loss).backward()
-        told.append(len(headers))
+        n_headers.append(len(headers))
         scaler.step(model.fused_optimizer)
         scaler.update()
     after = dict(model.state_dict())
     model.close()
-    return told, before, after
+    return n_headers, before, after
 
 
 @pytest.mark.parametrize("infinite", [False, True])
 def test_hosts_tell_each_other_three_times_in_a_step(worlds, infinite):
-    for rank, (told, before, after) in enumerate(worlds(2).run(takes_headers, infinite)):
-        assert set(told[4:-1]) == {3}
-        assert told[-1] == 3 + infinite
+    for rank, (n_headers, before, after) in enumerate(worlds(2).run(takes_headers, infinite)):
+        assert set(n_headers[4:-1]) == {3}
+        assert n_headers[-1] == 3 + infinite
         for name in before if rank == 0 else ():
             assert equal(after[name], before[name]) == infinite
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.fixture(scope="module")
 def worlds():
-    """Worlds of ranks on the GPU, each started when a test first asks for it, and kept."""
+    """Worlds of ranks on the GPU, each started when a test first uses it, and kept."""
     require_gpu()
     yield from kept("cuda")
 
@@ -101,16 +101,16 @@ def test_cuda_exchanges_of_one_size_weighted(worlds, sharding, weighted):
 
 
 def test_cuda_exchanges_of_one_size_ahead_and_refused(worlds):
-    (fits, said), (needed, _) = (worlds(2).run(sizes_sent, most, seven, True)[0] for most in (64, None))
-    assert not said
+    (fits, warned), (needed, _) = (worlds(2).run(sizes_sent, most, seven, True)[0] for most in (64, None))
+    assert not warned
     # four kinds of exchanges, of which that of rows is learned from the first; without max_ids all of them are
     assert len(fits) <= 5
     assert len(needed) == 8
     test_sharded_padded.test_ahead_and_accumulated(worlds, "every other", True)
     test_sharded_padded.test_tables_of_several_features(worlds, "every other")
-    test_sharded_padded.test_a_rank_that_fails_is_told_of_on_all(worlds, "id", "IdOutOfRangeError")
+    test_sharded_padded.test_a_rank_that_fails_is_raised_on_all(worlds, "id", "IdOutOfRangeError")
     test_sharded_padded.test_ranks_do_what_all_can(worlds, 64, (3, 2, 3), 2)
-    test_sharded_padded.test_a_wrong_id_is_told_of_before_a_replay_on_all_ranks(worlds)
+    test_sharded_padded.test_a_wrong_id_is_noticed_before_a_replay_on_all_ranks(worlds)
 
 
 def replays_of(rank, size, *given):
@@ -121,7 +121,7 @@ def replays_of(rank, size, *given):
 
 
 def test_cuda_equal_batches_have_their_plans_recorded(worlds):
-    """Of whole tables, where each owner is asked for as many ids in every step."""
+    """Of table-wise tables, where as many ids are requested from each owner in every step."""
     tables, keywords = tables_of(padding=(None,)), {"optimizer": te.SGD(lr=0.1), "capacity": 0.5}
     compare(worlds(2), tables, "tables", seven, steps=12, shape="ones", **keywords)
     counts = worlds(2).run(replays_of, tables, "tables", 12, seven, False, keywords, "ones")
@@ -144,7 +144,7 @@ def test_cuda_a_loop_learns_meets_bad_ids_and_is_left(worlds):
 
 
 def runs_from_host(rank, size, path, steps):
-    """Over a file, whose plans a thread may make, of batches that come from host memory."""
+    """Over a file, whose plans a thread may make, of batches in host memory."""
     model = test_sharded_prefetch.model_of(te.Adagrad(lr=0.1), capacity=4, storage=te.File(str(path)))
     tables = test_sharded_prefetch.TABLES
     batches = [tuple(part.cpu() for part in batch_of(tables, step, rank, samples=uneven)) for step in range(steps)]
@@ -169,14 +169,14 @@ def test_cuda_batches_of_host_memory_over_a_file(worlds, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["id", "offset", "weights", "storage"])
-def test_cuda_a_rank_that_fails_is_told_of_on_all(worlds, kind):
-    told = {
+def test_cuda_a_rank_that_fails_is_raised_on_all(worlds, kind):
+    expected = {
         "id": ("IdOutOfRangeError", "id 40 at position"),
         "offset": ("InvalidInputError", "offsets"),
         "weights": ("PeerError", "per_sample_weights are given on ranks"),
         "storage": ("StorageFullError", "no space is left"),
     }
-    test_sharded_failures.test_a_rank_that_fails_is_told_of_on_all(worlds, 1, kind, *told[kind])
+    test_sharded_failures.test_a_rank_that_fails_is_raised_on_all(worlds, 1, kind, *expected[kind])
 
 
 def test_cuda_whole_tables_are_loaded_or_refused(worlds):
@@ -190,9 +190,9 @@ def test_cuda_an_update_that_one_rank_cannot_make_none_makes(worlds):
     test_sharded_agreement.test_an_accumulation_that_one_rank_leaves_is_dropped_on_all(worlds)
 
 
-@pytest.mark.parametrize("where", ["rows", "pooled", "gradients"])  # of dealt tables a GPU brings none into order
-def test_cuda_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
-    test_sharded_memory.test_a_rank_short_of_memory_is_told_of_on_all(worlds, where)
+@pytest.mark.parametrize("where", ["rows", "pooled", "gradients"])  # of row-wise tables a GPU sorts no rows
+def test_cuda_a_rank_short_of_memory_is_raised_on_all(worlds, where):
+    test_sharded_memory.test_a_rank_short_of_memory_is_raised_on_all(worlds, where)
 
 
 @pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
@@ -244,7 +244,7 @@ def test_cuda_whole_tables_weighted(worlds, sharding, weighted):
 @pytest.mark.parametrize("shape", ["ones", "long"])
 def test_cuda_a_row_comes_back_once(worlds, shape):
     for tables in (tables_of(padding=(None, 2)), test_sharded_unique_rows.SHARED):
-        test_sharded_unique_rows.test_a_row_comes_back_once_to_each_rank_that_asks_for_it(worlds, 3, shape, tables)
+        test_sharded_unique_rows.test_a_row_comes_back_once_to_each_rank_that_requests_it(worlds, 3, shape, tables)
 
 
 @pytest.mark.parametrize("sharding", ["rows", "every other"])
@@ -262,7 +262,7 @@ def test_cuda_weights_of_samples_are_of_occurrences(worlds, weighted):
 
 
 def test_cuda_whole_tables_weighted_on_one_rank(worlds):
-    test_sharded_whole_tables.test_the_gradient_of_weights_may_be_asked_for_on_one_rank(worlds)
+    test_sharded_whole_tables.test_the_gradient_of_weights_may_be_requested_on_one_rank(worlds)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +279,12 @@ def test_cuda_whole_tables_of_other_outputs(worlds, keywords):
 
 @pytest.mark.parametrize("kind", ["id", "offset", "memory"])
 def test_cuda_whole_tables_on_a_rank_that_fails(worlds, kind):
-    told = {
+    expected = {
         "id": ("IdOutOfRangeError", "rank 1: id 40 at position"),
         "offset": ("InvalidInputError", "rank 1: offsets"),
         "memory": ("StorageFullError", "rank 1: no memory is left"),
     }
-    test_sharded_whole_tables.test_a_rank_that_fails_is_told_of_on_all(worlds, kind, *told[kind])
+    test_sharded_whole_tables.test_a_rank_that_fails_is_raised_on_all(worlds, kind, *expected[kind])
 
 
 def computes_again_beside(rank, size, recomputed):
@@ -308,7 +308,7 @@ def test_cuda_forwards_computed_again_and_on_other_streams(worlds, recomputed):
 
 
 def differs_in_device(rank, size):
-    return test_sharded_failures.told(
+    return test_sharded_failures.raised(
         ShardedTieredEmbeddingBagCollection, test_sharded_agreement.TABLES, device="cpu" if rank else "cuda"
     )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from sharding.ranks import batch_of, tables_of
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.test_sharded_states import assert_same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -104,7 +104,7 @@ def broadcasts(rank, size):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other.module, dict(whole) if rank == 0 else {}, options=options)
     found = dict(other.module.state_dict())
-    refused = told(set_model_state_dict, other, dict(whole))
+    refused = raised(set_model_state_dict, other, dict(whole))
     model.module.tables.close()
     other.module.tables.close()
     return found, whole, refused
@@ -160,8 +160,8 @@ def names_params(rank, size):
     steps(model, optimizer, rank, range(1))
     fused, _ = make()
     found = [
-        told(get_optimizer_state_dict, model, optimizer),
-        told(get_optimizer_state_dict, fused, fused.module.tables.fused_optimizer),
+        raised(get_optimizer_state_dict, model, optimizer),
+        raised(get_optimizer_state_dict, fused, fused.module.tables.fused_optimizer),
     ]
     steps(model, optimizer, rank, range(1, 2))
     model.module.tables.close()

@@ -60,7 +60,7 @@ for number, how in enumerate(ways):
 
 
 def leaves_threads(rank, size, closes):
-    """How many threads the process has once a collection has come and gone, for the second time and the third."""
+    """How many threads the process has once a collection was built and closed, for the second time and the third."""
     found = []
     for _ in range(3):
         model = te.ShardedTieredEmbeddingBagCollection(

@@ -28,7 +28,7 @@ def model_of(sharding="rows", **keywords):
     )
 
 
-def told(action, *args, **keywords):
+def raised(action, *args, **keywords):
     """The error's name and text."""
     try:
         action(*args, **keywords)
@@ -38,8 +38,8 @@ def told(action, *args, **keywords):
 
 
 def fails_once(rank, size, who, kind):
-    """One rank fails in the second step, in one way or another; the others are well, and go on. What was told, and the
-    tables in the end."""
+    """One rank fails in the second step, in one way or another; the others are well, and continue. What was raised, and
+    the tables in the end."""
     model = model_of()
     found = None
     for step in range(4):
@@ -49,13 +49,13 @@ def fails_once(rank, size, who, kind):
             if kind == "id":
                 wrong = ids.clone()
                 wrong[-1] = 40 if bad else wrong[-1]
-                found = told(model, wrong, offsets)
+                found = raised(model, wrong, offsets)
             elif kind == "offset":
                 wrong = offsets.clone()
                 wrong[1] = -1 if bad else wrong[1]
-                found = told(model, ids, wrong)
+                found = raised(model, ids, wrong)
             elif kind == "weights":
-                found = told(model, ids, offsets, weights if bad else None)
+                found = raised(model, ids, offsets, weights if bad else None)
             elif kind == "storage":
                 engine = model._held[0].engine
                 begin = engine.begin
@@ -64,12 +64,12 @@ def fails_once(rank, size, who, kind):
                     raise StorageFullError("no space is left")
 
                 engine.begin = full if bad else begin
-                found = told(model, ids, offsets)
+                found = raised(model, ids, offsets)
                 engine.begin = begin
             elif kind == "options":  # which every update before was found to have
                 group, rate = model.fused_optimizer.param_groups[0], model.fused_optimizer.param_groups[0]["lr"]
                 group["lr"] = -1.0 if bad else rate
-                found = told(model(ids, offsets).backward, upstream)
+                found = raised(model(ids, offsets).backward, upstream)
                 group["lr"] = rate
         step_of(model, (ids, offsets, weights, upstream), weighted=False)
     weights = dict(model.state_dict())
@@ -88,7 +88,7 @@ def fails_once(rank, size, who, kind):
         ("options", "ConfigError", "the learning rate is -1.0"),
     ],
 )
-def test_a_rank_that_fails_is_told_of_on_all(worlds, who, kind, name, text):
+def test_a_rank_that_fails_is_raised_on_all(worlds, who, kind, name, text):
     _, expected = worlds(3).run(fails_once, -1, "none")[0]
     answers = worlds(3).run(fails_once, who, kind)
     for found, _ in answers:
@@ -104,11 +104,11 @@ def does_other_things(rank, size):
     ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=seven)
     out = model(ids, offsets)
     started = time.monotonic()
-    found = told(out.backward, upstream) if rank == 0 else told(model, ids, offsets)
+    found = raised(out.backward, upstream) if rank == 0 else raised(model, ids, offsets)
     return found, time.monotonic() - started
 
 
-def test_ranks_that_do_different_things_are_told_so(worlds):
+def test_ranks_that_do_different_things_raise(worlds):
     for (name, text), seconds in worlds(2).run(does_other_things):
         assert name == "PeerError"
         assert "rank 0 updates rows" in text
@@ -121,7 +121,7 @@ def ends_early(rank, size):
     started, found = time.monotonic(), None
     for step in range(2 if rank == 0 else 1):
         ids, offsets, *_ = batch_of(TABLES, step, rank, samples=seven)
-        found = told(model, ids, offsets)
+        found = raised(model, ids, offsets)
     return found, time.monotonic() - started
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_has_nothing_more_to_do_is_waited_for_until_the_timeout(worl
 
 def saves_alone(rank, size):
     model = model_of(timeout=QUICK)
-    return told(model.state_dict) if rank == 1 else None
+    return raised(model.state_dict) if rank == 1 else None
 
 
 def test_state_dict_on_one_rank_alone_raises(worlds):
@@ -152,7 +152,7 @@ def loads_whole(rank, size, state):
     model.load_state_dict(state)
     found = dict(model.state_dict())
     del state["tables.t2.weight"]
-    missing = told(model.load_state_dict, state)
+    missing = raised(model.load_state_dict, state)
     model.close()
     return found, missing
 
@@ -184,7 +184,7 @@ def loads_what_it_has(rank, size, kind):
             raise te.errors.StorageFullError("no space left")
 
         cold.reserve_range = full
-    failure = told(model.load_state_dict, given)
+    failure = raised(model.load_state_dict, given)
     found = dict(model.state_dict())
     model.close()
     return whole, found, failure
@@ -229,7 +229,7 @@ def is_interrupted(rank, size, where):
     gradients are, or have come, or have come and are put into order, or while it waits for the header of another."""
     model, errors = model_of("all kinds" if where == "order" else "rows", timeout=LONG), []
     context = model._ranks._context
-    gradient, send, received = Request.gradient, Exchange.send, Exchange._received
+    gradient, send, received = Request.gradient, Exchange.send, Exchange._receive_headers
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -256,16 +256,16 @@ def is_interrupted(rank, size, where):
                 elif where == "send":
                     Exchange.send = interrupted
                 else:
-                    Exchange._received = waits
+                    Exchange._receive_headers = waits
             elif step == 1 and where == "header":
                 time.sleep(1)
             out.backward(upstream)
 
         try:
-            errors.append(told(run))
+            errors.append(raised(run))
         except KeyboardInterrupt:
             errors.append(("KeyboardInterrupt", ""))
-        Request.gradient, Exchange.send, Exchange._received = gradient, send, received
+        Request.gradient, Exchange.send, Exchange._receive_headers = gradient, send, received
     signal.signal(signal.SIGALRM, before)
     context.exchange.close()
     return errors, time.monotonic() - started
@@ -290,11 +290,11 @@ def between_hosts(rank, size):
     patch = pytest.MonkeyPatch()
     patch.setenv("TIEREDEMB_PEER_MEMORY", "0")
     model = model_of()
-    errors = [told(model, *batch_of(TABLES, step, rank, samples=seven)[:2]) for step in range(2)]
+    errors = [raised(model, *batch_of(TABLES, step, rank, samples=seven)[:2]) for step in range(2)]
     if rank == 0:
-        errors.append(told(model, torch.tensor([10**6]), torch.zeros(3, dtype=torch.int64)))
+        errors.append(raised(model, torch.tensor([10**6]), torch.zeros(3, dtype=torch.int64)))
     else:
-        errors.append(told(model, *batch_of(TABLES, 2, rank, samples=seven)[:2]))
+        errors.append(raised(model, *batch_of(TABLES, 2, rank, samples=seven)[:2]))
     model.close()
     patch.undo()
     return errors
@@ -320,7 +320,7 @@ def fails_meanwhile(rank, size, shares):
     errors = []
     for number in (1, 2):
         how = {"meanwhile": fails} if number == 1 else {}
-        errors.append(told(lambda: context.exchange.header(Phase.FORWARD, number, context.no_counts, **how)))  # noqa: B023
+        errors.append(raised(lambda: context.exchange.header(Phase.FORWARD, number, context.no_counts, **how)))  # noqa: B023
     model.close()
     patch.undo()
     return errors, time.monotonic() - started
@@ -338,24 +338,24 @@ def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worl
 
 
 def pauses(rank, size):
-    """Longer between two headers than a rank is waited for; then rank 1 ends, and the others ask for more."""
+    """Longer between two headers than a rank is waited for; then rank 1 ends, and the others look up more."""
     model = model_of(timeout=QUICK)
     context, errors = model._ranks._context, []
     for step in range(2):
         time.sleep(3.5 * step)
         context.exchange.agree(None, {})
         ids, offsets, _, upstream = batch_of(TABLES, step, rank, samples=seven)
-        errors.append(told(lambda: model(ids, offsets).backward(upstream)))  # noqa: B023
+        errors.append(raised(lambda: model(ids, offsets).backward(upstream)))  # noqa: B023
     if rank == 1:
         model.close()
     started = time.monotonic()
-    errors.append(told(model, ids, offsets))
+    errors.append(raised(model, ids, offsets))
     seconds = time.monotonic() - started
     model.close()
     return errors, seconds
 
 
-def test_what_is_expected_next_is_not_waited_for_before_it_is_asked_for(worlds):
+def test_what_is_expected_next_is_not_waited_for_before_it_is_requested(worlds):
     for errors, seconds in worlds(3).run(pauses):
         assert errors[:2] == [None, None]
         assert errors[2][0] == "PeerError"

@@ -9,7 +9,7 @@ import torch
 from devices import equal
 from pairs import parametrize_pairs
 from sharding.ranks import SHARDINGS, batch_of, joined, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -169,7 +169,7 @@ def follows_later(rank, size, how):
     elif rank == 1 and how == "memory":
         tables = model._held[1].engine.tables
         tables.placed.now.groups[0].cache.check_idle = full
-    found = told(model.follow, wrong, group=group)
+    found = raised(model.follow, wrong, group=group)
     if how == "memory" and rank == 1:
         del tables.placed.now.groups[0].cache.check_idle
     if wrong != "Adagrad":

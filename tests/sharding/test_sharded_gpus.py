@@ -239,16 +239,16 @@ def test_what_one_rank_meets_all_do(world, events):
     check_events(world, meets, *EVENTS[events])
 
 
-def check_events(world, run, events, told):
+def check_events(world, run, events, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = world.run(run, events)
     steps = {tuple(number for number, _ in refused) for (*_, refused, _), _ in found}
     assert len(steps) == 1
-    assert len(next(iter(steps))) == (told is not None)
+    assert len(next(iter(steps))) == (expected is not None)
     for (outputs, weights, refused, captured), (its_outputs, its_weights, its_refused, _) in found:
         assert not its_refused
-        assert all(told in text for _, text in refused)
+        assert all(expected in text for _, text in refused)
         assert captured == 3
         assert len(outputs) == len(its_outputs) == 40 - len(refused)
         assert all(equal(one, other) for one, other in zip(outputs, its_outputs, strict=True))
@@ -256,7 +256,7 @@ def check_events(world, run, events, told):
 
 
 def drifts(rank, size, kind, ahead):
-    """Captured steps, from number 20 of which rank 1 has another learning rate: the one in which that is told, what is,
+    """Captured steps, from number 20 of which rank 1 has another learning rate: the one that raises, what it raises,
     and how many graphs there were before."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
@@ -293,7 +293,7 @@ def drifts(rank, size, kind, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("kind", ["fused", "followed"])
-def test_a_rank_that_replays_with_another_learning_rate_is_told_of(world, kind, ahead):
+def test_a_rank_that_replays_with_another_learning_rate_is_noticed(world, kind, ahead):
     for number, text, graphs in world.run(drifts, kind, ahead):
         assert number == 20
         assert "differs between the ranks" in text
@@ -302,7 +302,7 @@ def test_a_rank_that_replays_with_another_learning_rate_is_told_of(world, kind, 
 
 
 def spoils(rank, size):
-    """Steps of which the gradients of one are multiplied by a NaN: what is told by the next forward and, of other
+    """Steps of which the gradients of one are multiplied by a NaN: what the next forward raises and, of other
     shards, by calls after it, which rows have changed, and whether all are finite at the end."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
@@ -326,9 +326,9 @@ def spoils(rank, size):
             try:
                 return call()
             except te.errors.UnsupportedError as error:
-                told.append(str(error))
+                errors.append(str(error))
 
-    told = []
+    errors = []
     drawn = [batch_of(tables, number, rank, samples=seven) for number in range(6)]
     for number, (ids, offsets, _, upstream) in enumerate(drawn):
         batch = ids.cuda(), offsets.cuda(), upstream
@@ -346,18 +346,18 @@ def spoils(rank, size):
     moved = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
     is_finite = all(bool(weight.isfinite().all()) for weight in model.state_dict().values())
     model.close()
-    return told, moved, is_finite
+    return errors, moved, is_finite
 
 
-def test_a_step_that_no_rank_can_take_is_told_of_on_all(world):
-    for told, moved, is_finite in world.run(spoils):
-        assert all("multiplied by NaN" in text for text in told)
+def test_a_step_that_no_rank_can_take_is_raised_on_all(world):
+    for errors, moved, is_finite in world.run(spoils):
+        assert all("multiplied by NaN" in text for text in errors)
         assert not moved
         assert is_finite
 
 
 def evaluates_apart(rank, size):
-    """Captured steps, then captured lookups, of which rank 1 has one less before it trains on: what is told then, how
+    """Captured steps, then captured lookups, of which rank 1 has one less before it trains on: what is raised then, how
     many graphs there are by then, and whether all can go on."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
@@ -390,7 +390,7 @@ def evaluates_apart(rank, size):
     return text, graphs, goes_on
 
 
-def test_a_rank_that_replays_a_lookup_where_others_train_is_told_of(world):
+def test_a_rank_that_replays_a_lookup_where_others_train_is_noticed(world):
     for text, *others in world.run(evaluates_apart):
         assert "rank 0 number 2, rank 1 number 1" in text
         assert others == [2, True]
@@ -399,8 +399,8 @@ def test_a_rank_that_replays_a_lookup_where_others_train_is_told_of(world):
 def dies(rank, size, ahead, amid, captured=True, alike=False):
     """Rank 1 is killed once it has launched a step. Where it dies `amid` that, its GPU is still between forward and
     backward, and does not come to the exchanges of gradients, of dense layers and of rows, in which the others wait;
-    those are told so, and then wait for nothing. `alike`: whether the batches are of one form, which eager steps
-    record; else they wait for the GPU before ranks tell each other anything."""
+    those raise, and then wait for nothing. `alike`: whether the batches are of one form, which eager steps
+    record; else they wait for the GPU before a header of the ranks."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
@@ -455,7 +455,7 @@ def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead, alike):
 
 
 def check_killed(run, *how):
-    """The other ranks are told in time, and their processes end by themselves."""
+    """The other ranks raise in time, and their processes end by themselves."""
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
     broken = world_that_sends()

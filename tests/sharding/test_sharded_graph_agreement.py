@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from sharding.ranks import batch_of, seven, sharding_of, tables_of
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 from tieredemb.cache.locks import Locks
@@ -42,14 +42,14 @@ class Graph:
 
 
 class Step:
-    """What stands in for a `StepFunction`, of a batch that it is given, and for its buffers. `room`: for ids."""
+    """What stands in for a `StepFunction`, of a batch that it is given, and for its buffers. `capacity`: for ids."""
 
     device, divisions, eager_steps, number, trains = torch.device("cpu"), (), 2, 1, True
 
     def __init__(self, model):
         self.model, self.buffers, self.did = model, self, []
         self.batch = self.fails = None
-        self.is_fresh, self.room = True, 200
+        self.is_fresh, self.capacity = True, 200
         self.modules, self.caches, self.locks = [model], [self], Locks(())
         self.engines = [shard.engine for shard in model._ranks._context.shards]
         self.lookups = lambda batch: [LookupSpec(self.model, batch[:2])]
@@ -87,10 +87,10 @@ class Step:
     def has_other_shapes(self, batch):
         if self.fails == "shapes":
             raise ValueError("no memory to look at them")
-        return len(batch[0]) > self.room or self.form_of(batch) != self.form
+        return len(batch[0]) > self.capacity or self.form_of(batch) != self.form
 
     def of_form_of(self, batch):
-        self.room = len(batch[0])
+        self.capacity = len(batch[0])
         return self
 
     def is_current(self):
@@ -141,7 +141,7 @@ def stand_in(step, patches):
 
 
 def runs(rank, size, events, max_ids=40):
-    """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
+    """What a rank does in each step, and what it raises; `events`: of step and rank, something that happens there."""
     gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
     sharding = sharding_of("all kinds", TABLES)
     model = ShardedTieredEmbeddingBagCollection(
@@ -180,7 +180,7 @@ def runs(rank, size, events, max_ids=40):
                 if event == "freed":
                     collectives.free_all()
                 step.is_fresh, step.fails, before = event != "in flight", event, len(step.did)
-                errors.append(told(train, batch))
+                errors.append(raised(train, batch))
                 step.did[before:] = [tuple(step.did[before:])]
     finally:
         patches.undo()
@@ -356,7 +356,7 @@ def test_all_ranks_run_the_function_where_one_has_a_batch_of_other_shapes(worlds
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_has_no_room_for_its_ids_gets_more_and_all_capture_anew(worlds, rank):
+def test_a_rank_that_requests_more_ids_than_fit_gets_more_and_all_capture_anew(worlds, rank):
     for did, errors in worlds(3).run(runs, {(5, rank): "more ids", (10, rank): "more ids"}, 300):
         assert errors == [None] * STEPS
         assert did == [*USUAL[:5], ("eager",), ("eager",), ("capture", "replay"), *((STEPS - 8) * [("replay",)])]
@@ -380,7 +380,7 @@ def test_without_max_ids_a_batch_of_more_ids_than_before_makes_all_ranks_capture
         ("another step", "rank {rank} number 2", True),
     ],
 )
-def test_a_rank_that_would_replay_otherwise_is_told_of(worlds, rank, event, text, goes_on):
+def test_a_rank_that_would_replay_otherwise_is_noticed(worlds, rank, event, text, goes_on):
     """Before any rank replays."""
     for did, errors in worlds(3).run(runs, {(5, rank): event}):
         assert did[:6] == [*USUAL[:5], ()]

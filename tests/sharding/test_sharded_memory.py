@@ -8,12 +8,12 @@ import pytest
 import torch
 from sharding.ranks import sharding_of
 from sharding.test_sharded_agreement import TABLES, assert_same, batch, model_of, trained
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.request import Request, Requests
+from tieredemb.sharding.request import Request, RequestLayout
 
 
 def none_left(*given, **named):
@@ -26,20 +26,20 @@ def unpooled(bags):
     return bags
 
 
-def short(room):
+def short(allocate):
     """The same, but for rows."""
 
     def make(*given):
         if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
             raise StorageFullError("no memory is left")
-        return room(*given)
+        return allocate(*given)
 
     return make
 
 
 def runs_short(rank, size, where):
-    """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
-    come, or for these put together with those of bags."""
+    """Rank 1 has no memory in the second step: for received rows, to pool them, for received gradients, or for
+    these joined with those of bags."""
     model, errors = model_of(sharding=sharding_of("every other" if where == "together" else "rows", TABLES)), []
     context, gradient = model._ranks._context, Request.gradient
     exchange, find = context.exchange, context.find
@@ -47,7 +47,7 @@ def runs_short(rank, size, where):
         ids, offsets, _, upstream = batch(step, rank)
         fails = (rank, step) == (1, 1)
         if fails and where == "rows":
-            exchange.room = short(Exchange.room)
+            exchange.receive_buffer = short(Exchange.receive_buffer)
 
         if fails and where == "pooled":
 
@@ -60,13 +60,13 @@ def runs_short(rank, size, where):
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
             if fails and where == "gradients":
-                exchange.room = short(Exchange.room)
+                exchange.receive_buffer = short(Exchange.receive_buffer)
             if fails and where == "together":
                 Request.gradient = none_left
             out.backward(upstream)
 
-        errors.append(told(run))
-        exchange.room, Request.gradient = Exchange.room, gradient
+        errors.append(raised(run))
+        exchange.receive_buffer, Request.gradient = Exchange.receive_buffer, gradient
         context.find = find
     weights = dict(model.state_dict())
     model.close()
@@ -74,7 +74,7 @@ def runs_short(rank, size, where):
 
 
 @pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "together"])
-def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
+def test_a_rank_short_of_memory_is_raised_on_all(worlds, where):
     answers = worlds(2).run(runs_short, where)
     for errors, _ in answers:
         assert [each is None for each in errors] == [True, False, True, True]
@@ -85,20 +85,22 @@ def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
 def runs_short_of_room_for_ids(rank, size):
     """Rank 1 has none where the others exchange ids already."""
     model, errors, took = model_of(), [], []
-    of = Requests.of
+    of = RequestLayout.of
     for step in range(3):
         ids, offsets, _, upstream = batch(step, rank)
         if (rank, step) == (1, 1):
-            Requests.of = none_left
+            RequestLayout.of = none_left
         start = time.monotonic()
-        errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
+        errors.append(
+            raised(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream))
+        )
         took.append(time.monotonic() - start)
-        Requests.of = of
+        RequestLayout.of = of
     model.close()
     return errors, max(took)
 
 
-def test_a_rank_without_room_for_ids_leaves_the_others_which_do_not_wait_for_it(worlds):
+def test_a_rank_without_memory_for_ids_leaves_the_others_which_do_not_wait_for_it(worlds):
     for rank, (errors, seconds) in enumerate(worlds(2).run(runs_short_of_room_for_ids)):
         assert errors[0] is None
         if rank == 1:
@@ -112,7 +114,7 @@ def test_a_rank_without_room_for_ids_leaves_the_others_which_do_not_wait_for_it(
 
 
 class Gpu:
-    """What torch tells of one."""
+    """What torch reports of one."""
 
     def __init__(self, uuid):
         self.uuid = uuid
@@ -123,7 +125,7 @@ def shares_a_gpu(rank, size):
     exchange = Exchange(None, None)
     exchange.has_nccl = True
     before, torch.cuda.get_device_properties = torch.cuda.get_device_properties, lambda device: Gpu(rank % 2)
-    found = told(exchange.check_device, torch.device("cuda", 0)), told(exchange.check_device, torch.device("cpu"))
+    found = raised(exchange.check_device, torch.device("cuda", 0)), raised(exchange.check_device, torch.device("cpu"))
     torch.cuda.get_device_properties = before
     exchange.close()
     return found

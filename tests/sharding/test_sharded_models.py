@@ -9,7 +9,7 @@ import torch
 from devices import equal
 from sharding.ranks import step_of
 from sharding.test_sharded_checkpoints import batch_for, make
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from torch import nn
 
 import tieredemb as te
@@ -61,15 +61,15 @@ def test_a_model_that_any_world_has_saved_goes_on_in_any_other(worlds, tmp_path,
 
 
 def refuses(rank, size, where):
-    """What is told of models that cannot be saved, or loaded: on every rank."""
+    """What every rank raises for models that cannot be saved, or loaded."""
     mixed, _ = model_of(size, "rows", more=te.TieredEmbeddingBag(9, 4))
-    found = [told(te.save_checkpoint, mixed, where)]
+    found = [raised(te.save_checkpoint, mixed, where)]
     model, _ = model_of(size, "rows")
-    found.append(told(te.save_checkpoint, model, where, extra={"a": object()} if rank == 0 else {}))
+    found.append(raised(te.save_checkpoint, model, where, extra={"a": object()} if rank == 0 else {}))
     te.save_checkpoint(model, where)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     model["top"] = nn.Linear(3, 1) if rank == 1 else model["top"]
-    found.append(told(te.load_checkpoint, model, where))
+    found.append(raised(te.load_checkpoint, model, where))
     after = model.state_dict()
     te.close(model)
     same = all(equal(after[name], weight) for name, weight in before.items() if not name.startswith("top"))

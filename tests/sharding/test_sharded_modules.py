@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from devices import equal
 from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -224,13 +224,13 @@ def test_a_group_of_one_rank_in_a_larger_world(worlds):
 
 def refuses(rank, size):
     found = {
-        "no table": told(model_of, sharding={"nobody": RowWise()}),
-        "no sharding": told(model_of, sharding={"t0": "rows"}),
-        "no such rank": told(model_of, sharding=TableWise(rank=9)),
-        "device": told(model_of, device="meta"),
+        "no table": raised(model_of, sharding={"nobody": RowWise()}),
+        "no sharding": raised(model_of, sharding={"t0": "rows"}),
+        "no such rank": raised(model_of, sharding=TableWise(rank=9)),
+        "device": raised(model_of, device="meta"),
     }
     half = dist.new_group([0])
-    found["group"] = told(model_of, group=half) if rank == 1 else None
+    found["group"] = raised(model_of, group=half) if rank == 1 else None
     return found
 
 
@@ -254,7 +254,7 @@ def makes_groups_apart(rank, size):
     gc.collect()  # of collections that others have left, with groups that would be counted
     pair = dist.new_group([0, 1])
     dist.new_group([0])
-    return told(model_of, group=pair)
+    return raised(model_of, group=pair)
 
 
 def test_groups_that_torch_would_mix_up_are_refused(worlds):
@@ -264,12 +264,12 @@ def test_groups_that_torch_would_mix_up_are_refused(worlds):
 
 
 def test_without_a_process_group_it_says_what_to_do():
-    kind, text = told(model_of)
+    kind, text = raised(model_of)
     assert kind == "ConfigError"
     assert "torch.distributed is not initialized" in text
 
 
-def test_rows_are_dealt_out_evenly_and_tables_by_their_lookups():
+def test_rows_are_divided_evenly_and_tables_by_their_lookups():
     tables = [
         te.TableConfig(name=f"t{t}", num_embeddings=n, embedding_dim=64, feature_names=features)
         for t, (n, features) in enumerate([(100_000, ()), (7, ("a", "b", "c")), (9, ()), (11, ()), (1_000_000, ())])
@@ -314,18 +314,18 @@ def describes_what_nobody_has_chosen(rank, size):
     return told_of, rows, weights
 
 
-def test_rows_of_small_tables_are_dealt_out_unless_one_says_otherwise(worlds):
+def test_small_tables_are_row_wise_unless_one_says_otherwise(worlds):
     (by_default, by_name), rows, weights = worlds(3).run(describes_what_nobody_has_chosen)[0]
-    why = "dealt out to 3 ranks, the default: it sends least where bags have one id"
+    why = "row-wise over 3 ranks, the default: it sends least where bags have one id"
     assert by_default == [f"a: 1 × 4, {why}", f"b: 90 × 4, {why}"]
-    assert by_name == ["a: 1 × 4, replicated on 3 ranks", "b: 90 × 4, dealt out to 3 ranks"]
+    assert by_name == ["a: 1 × 4, replicated on 3 ranks", "b: 90 × 4, row-wise over 3 ranks"]
     assert rows == [[1, 30], [0, 30], [0, 30]]  # a rank may have no row of a table
     assert weights["tables.a.weight"].shape == (1, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_collection_says_who_holds_what(worlds, size):
-    where = "whole on rank 0" if size == 1 else "dealt out to 2 ranks"
+    where = "whole on rank 0" if size == 1 else "row-wise over 2 ranks"
     for told_of, printed in worlds(size).run(describes):
         sizes = [(1, 4), (3, 8), (17, 4), (40, 8)]
         assert told_of == [f"t{t}: {rows} × {width}, {where}" for t, (rows, width) in enumerate(sizes)]

@@ -17,7 +17,7 @@ from sharding import (
     test_sharded_whole_tables,
 )
 from sharding.ranks import SHAPES, batch_of, calls_of, joined, seven, sharding_of, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.test_sharded_memory import short
 from sharding.test_sharded_training import compare
 from training import NAMES, OPTIMIZERS
@@ -34,7 +34,7 @@ SHARED = [
     te.TableConfig(name="b", num_embeddings=23, embedding_dim=4),
     te.TableConfig(name="c", num_embeddings=29, embedding_dim=4, mode="mean", feature_names=("u", "v", "w")),
 ]
-MANY = 1500  # more ids than any rank asks another for
+MANY = 1500  # more ids than any rank requests from another
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
@@ -110,18 +110,18 @@ def most_on_rank_2(rank):
 
 
 def sizes_sent(rank, size, max_ids, samples, ahead):
-    """How often so much is sent to each rank, in the exchanges of four steps; and what was said of it."""
+    """How often so much is sent to each rank, in the exchanges of four steps; and warnings of it."""
     tables = tables_of()
     model = model_of(tables, "both", max_ids=max_ids)
     batches = [batch_of(tables, step, rank, samples=samples) for step in range(4)]
-    with calls_of(Exchange, "send") as calls, warnings.catch_warnings(record=True) as told:
+    with calls_of(Exchange, "send") as calls, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
         for batch in loop:
             step_of(model, batch, weighted=False)
-    sent = [tuple(sending.sent) for _, sending, *_ in calls]
+    sent = [tuple(sending.sent_sizes) for _, sending, *_ in calls]
     model.close()
-    return Counter(sent), [str(each.message) for each in told if "max_ids" in str(each.message)]
+    return Counter(sent), [str(each.message) for each in warned if "max_ids" in str(each.message)]
 
 
 def are_of_one_size(counts):
@@ -131,8 +131,8 @@ def are_of_one_size(counts):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_fits_is_exchanged_in_one_size(worlds, ahead):
-    for counts, said in worlds(3).run(sizes_sent, 64, seven, ahead):
-        assert not said
+    for counts, warned in worlds(3).run(sizes_sent, 64, seven, ahead):
+        assert not warned
         assert are_of_one_size(counts)
     assert not any(are_of_one_size(counts) for counts, _ in worlds(3).run(sizes_sent, None, seven, ahead))
 
@@ -140,32 +140,32 @@ def test_what_fits_is_exchanged_in_one_size(worlds, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_is_longer_on_one_rank_is_exchanged_in_larger_blocks_by_all_and_said_once(worlds, ahead):
     answers = worlds(3).run(sizes_sent, 24, most_on_rank_2, ahead)
-    assert [len(said) for _, said in answers] == [0, 0, 1]
+    assert [len(warned) for _, warned in answers] == [0, 0, 1]
     (text,) = answers[2][1]
-    assert text.startswith("rank 2 asks another rank for ")
+    assert text.startswith("rank 2 requests ")
     assert int(text.split("pass max_ids=")[1].split()[0]) > 24
     assert not any(are_of_one_size(counts) for counts, _ in answers)
-    for counts, said in worlds(3).run(sizes_sent, 200, most_on_rank_2, ahead):
-        assert not said
+    for counts, warned in worlds(3).run(sizes_sent, 200, most_on_rank_2, ahead):
+        assert not warned
         assert are_of_one_size(counts)
 
 
-def asked_before(rank, size):
-    """Whether a step is to be captured as one of at most 24 ids, asked twice; what was said of it, and later."""
+def warned_before(rank, size):
+    """Whether a step of at most 24 ids would be captured, twice; how often it warned first, and in all."""
     tables = tables_of()
     model = model_of(tables, "all kinds", max_ids=24)
     batch = batch_of(tables, 0, rank, samples=most_on_rank_2)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fits = [model.agreement.takes([batch[:2]]) for _ in range(2)]
-        before = len(told)
+        before = len(warned)
         step_of(model, batch, weighted=False)
     model.close()
-    return fits, before, len(told)
+    return fits, before, len(warned)
 
 
 def test_to_ask_whether_a_batch_fits_says_nothing(worlds):
-    assert worlds(3).run(asked_before) == [([True] * 2, 0, 0), ([True] * 2, 0, 0), ([False] * 2, 0, 1)]
+    assert worlds(3).run(warned_before) == [([True] * 2, 0, 0), ([True] * 2, 0, 0), ([False] * 2, 0, 1)]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -253,7 +253,7 @@ def test_gradients_that_wait_for_a_step_are_scaled(bounded, sharding):
 def test_scaled_losses_several_forwards_and_a_gradient_on_one_rank(bounded):
     test_sharded_modules.test_an_infinite_gradient_of_one_rank_keeps_all_from_the_step(bounded, 2)
     test_sharded_modules.test_several_forwards_are_one_step(bounded)
-    test_sharded_whole_tables.test_the_gradient_of_weights_may_be_asked_for_on_one_rank(bounded)
+    test_sharded_whole_tables.test_the_gradient_of_weights_may_be_requested_on_one_rank(bounded)
 
 
 def test_plans_and_forwards_that_meet(bounded):
@@ -266,14 +266,17 @@ def test_plans_and_forwards_that_meet(bounded):
 
 
 def built(rank, size, bounds):
-    return told(model_of, tables_of(), "rows", max_ids=bounds[rank])
+    return raised(model_of, tables_of(), "rows", max_ids=bounds[rank])
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "many", 2**40])
 def test_a_bound_that_cannot_be_is_refused(worlds, bad):
     for kind, text in worlds(2).run(built, (bad, bad)):
         assert kind == "ConfigError"
-        assert "max_ids must be a number of ids that a rank asks another for at most, 1 … 67108864 with 2 ranks" in text
+        assert (
+            "max_ids must be the number of ids that a rank requests from another at most, 1 … 67108864 with 2 ranks"
+            in text
+        )
 
 
 def test_bounds_that_differ_are_refused(worlds):
@@ -294,16 +297,18 @@ def fails_once(rank, size, kind):
             ids = ids.clone()
             ids[-1] = 40
         if fails and kind == "memory":
-            exchange.room = short(Exchange.room)
-        errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
-        exchange.room = Exchange.room
+            exchange.receive_buffer = short(Exchange.receive_buffer)
+        errors.append(
+            raised(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream))
+        )
+        exchange.receive_buffer = Exchange.receive_buffer
     weights = dict(model.state_dict())
     model.close()
     return errors, weights
 
 
 @pytest.mark.parametrize(("kind", "error"), [("id", "IdOutOfRangeError"), ("memory", "StorageFullError")])
-def test_a_rank_that_fails_is_told_of_on_all(worlds, kind, error):
+def test_a_rank_that_fails_is_raised_on_all(worlds, kind, error):
     tables = tables_of()
     model = te.TieredEmbeddingBagCollection(tables, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     for step in (0, 2, 3):
@@ -322,7 +327,7 @@ def test_a_rank_that_fails_is_told_of_on_all(worlds, kind, error):
 
 
 def agrees(rank, size, max_ids, mine, bad):
-    """What the ranks agree on, each able to do what `mine` says, before a batch of which rank 1's may be `bad`."""
+    """What the ranks agree on, each able to do `mine`, before a batch of which rank 1's may be `bad`."""
     tables = tables_of()
     model = model_of(tables, "all kinds", max_ids=max_ids)
     ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=uneven)
@@ -336,7 +341,7 @@ def agrees(rank, size, max_ids, mine, bad):
             does = mine[rank] * agreement.takes([(ids, offsets)])
         except (InvalidInputError, IdOutOfRangeError) as error:
             does, failed = 0, error
-        error = told(lambda: found.append(agreement.agree(does, failed)))
+        error = raised(lambda: found.append(agreement.agree(does, failed)))
     if not bad:
         model(ids, offsets).backward(upstream)
     model.close()
@@ -351,7 +356,7 @@ def test_ranks_do_what_all_can(worlds, max_ids, mine, all_can):
         assert (found, error) == ([all_can], None)
 
 
-def test_a_wrong_id_is_told_of_before_a_replay_on_all_ranks(worlds):
+def test_a_wrong_id_is_noticed_before_a_replay_on_all_ranks(worlds):
     for found, (error, text) in worlds(3).run(agrees, 64, (1, 1, 1), True):
         assert not found
         assert error in ("IdOutOfRangeError", "InvalidInputError")
@@ -369,24 +374,24 @@ def counts_rows(rank, size, counts):
     return found
 
 
-def test_room_for_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
-    """It grows where one has counted more than there is room for, and never shrinks, nor beyond `max_ids`."""
+def test_the_bound_of_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
+    """It grows where one has counted more than fits, and never shrinks, nor beyond `max_ids`."""
     answers = worlds(3).run(counts_rows, [(0, 0, 0), (5, 9, 2), (3, 30, 2), (5, 9, 40), (90, 0, 0)])
     assert answers == [[(2, None), (2, 34), (2, 34), (2, 64), (2, 64)]] * 3
 
 
 def runs_other_steps(rank, size, which):
-    """Each rank runs one of its steps, by number; then all run the same. What is told."""
+    """Each rank runs one of its steps, by number; then all run the same. What is raised."""
     model = model_of(tables_of(), "all kinds", max_ids=64)
     agreement, found = model.agreement, []
     numbers = [agreement.begin_step() for _ in range(3)]
-    found.append(told(agreement.agree, 1, step=numbers[which[rank]]))
-    found.append(told(lambda: found.append(agreement.agree(3, step=numbers[0]))))
+    found.append(raised(agreement.agree, 1, step=numbers[which[rank]]))
+    found.append(raised(lambda: found.append(agreement.agree(3, step=numbers[0]))))
     model.close()
     return found
 
 
-def test_ranks_that_run_different_steps_are_told_so(worlds):
+def test_ranks_that_run_different_steps_raise(worlds):
     """Before any replays: a graph that sends gradients would wait for ever for one that does not."""
     for (kind, text), *rest in worlds(3).run(runs_other_steps, (0, 2, 0)):
         assert kind == "PeerError"
@@ -400,10 +405,10 @@ def does_not_agree(rank, size):
     tables = tables_of()
     model = model_of(tables, "all kinds", max_ids=64)
     ids, offsets, *_ = batch_of(tables, 0, rank, samples=seven)
-    return told(model, ids, offsets) if rank == 0 else told(model.agreement.agree, 1)
+    return raised(model, ids, offsets) if rank == 0 else raised(model.agreement.agree, 1)
 
 
-def test_a_rank_that_does_not_take_part_is_told_of_at_once(worlds):
+def test_a_rank_that_does_not_take_part_is_noticed_at_once(worlds):
     for kind, text in worlds(3).run(does_not_agree):
         assert kind == "PeerError"
         assert "rank 0 looks up a batch" in text
@@ -441,10 +446,10 @@ def captures(rank, size, fails, ahead):
 
     is_capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
     try:
-        errors.append(told(captured))
+        errors.append(raised(captured))
     finally:
         torch.cuda.is_current_stream_capturing = is_capturing
-    errors.append(told(lambda: model(ids, offsets).backward(upstream)))
+    errors.append(raised(lambda: model(ids, offsets).backward(upstream)))
     model.close()
     return errors
 
@@ -470,7 +475,7 @@ def requests_too_much(rank, size):
         if step == 1:
             context.MOST_ENTRIES = 2 * size
         errors.append(
-            told(lambda step=step: step_of(model, batch_of(MIXED, step, rank, samples=seven), weighted=False))
+            raised(lambda step=step: step_of(model, batch_of(MIXED, step, rank, samples=seven), weighted=False))
         )
         context.MOST_ENTRIES = most
     weights = dict(model.state_dict())
@@ -483,7 +488,7 @@ def test_blocks_that_no_owner_takes_are_refused_on_all_ranks(worlds):
     for errors, _ in answers:
         assert [each is None for each in errors] == [True, False, True]
         assert errors[1][0] == "InvalidInputError"
-        assert "2 ranks may request 2 at most of each other: split the batch" in errors[1][1]
+        assert "2 ranks may request 2 at most from each other: split the batch" in errors[1][1]
     assert answers[0][0] == answers[1][0]
     alone = te.TieredEmbeddingBagCollection(MIXED, optimizer=te.Adagrad(lr=0.1), capacity=0.5)
     for step in (0, 2):

@@ -239,9 +239,9 @@ EAGER_ALONE = (
 
 
 def run_of(rank, size, kind, ahead, late, captured=True):
-    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is. Of sums
-    that are dealt out alone NCCL exchanges nothing in which ranks would wait for each other."""
-    # ranks have to put gradients of means together, in which one may fail
+    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is. For
+    row-wise sums alone NCCL exchanges nothing in which ranks would wait for each other."""
+    # ranks have to join gradients of means, in which one may fail
     found, tables = [], tables_of(**TABLES | {"modes": ("sum", "mean") if kind == "fails once" else ("sum",)})
     for peers in (True, False):
         with writing(peers=peers) as patch:
@@ -431,7 +431,7 @@ def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead):
 
 
 def waits_in_vain(rank, size):
-    """The GPU of rank 1 comes to the exchange of gradients long after the ranks' timeout, and no host waits for it."""
+    """The GPU of rank 1 is at the exchange of gradients long after the ranks' timeout, and no host waits for it."""
     with writing():
         tables = tables_of(**TABLES)
         model = ShardedTieredEmbeddingBagCollection(

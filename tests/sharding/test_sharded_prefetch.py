@@ -8,7 +8,7 @@ import warnings
 import pytest
 from devices import equal
 from sharding.ranks import batch_of, calls_of, one_process, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from torch import nn
 
 import tieredemb as te
@@ -110,8 +110,8 @@ PLANNED = [Phase.PLAN, Phase.FORWARD, Phase.BACKWARD]
 
 
 def meets(rank, size, event, optimizer, weighted):
-    """Trains in a prefetch loop, in one step of which something happens to rank 1. What hosts tell each other in each
-    step, what was told, outputs and tables."""
+    """Trains in a prefetch loop, in one step of which something happens to rank 1. The headers of each step,
+    what was raised, outputs and tables."""
     tables = tables_of(rows=(40, 60), widths=(8,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=RowWise(), optimizer=optimizer, average=False, capacity=0.5
@@ -129,7 +129,7 @@ def meets(rank, size, event, optimizer, weighted):
             if happens == "no plan":
                 model.planned.drop_all()
             Request.look_up = full if happens == "full" else look_up
-            error = told(lambda: outputs.append(step_of(model, batch, weighted=weighted)[0]))  # noqa: B023
+            error = raised(lambda: outputs.append(step_of(model, batch, weighted=weighted)[0]))  # noqa: B023
             Request.look_up = look_up
             if error is not None:
                 errors.append((step, error))
@@ -212,7 +212,7 @@ def meets_a_bad_id(rank, size):
         batches[2][0][-1] = 40
     found = []
     for batch in te.prefetch(batches, model, ids_of=lambda batch: batch[:2]):
-        found.append(told(step_of, model, batch, weighted=False))
+        found.append(raised(step_of, model, batch, weighted=False))
     model.close()
     return found
 
@@ -225,7 +225,7 @@ def test_a_bad_id_that_was_planned_comes_at_its_batch_on_all_ranks(worlds):
 
 
 def leaves(rank, size):
-    """Leaves the loop early, and goes on without."""
+    """Leaves the loop early, and continues without one."""
     model = model_of(te.Adagrad(lr=0.1), capacity=0.5)
     batches = [batch_of(TABLES, step, rank, samples=lambda rank: 5) for step in range(6)]
     for step, batch in enumerate(te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2])):
@@ -249,7 +249,7 @@ def test_a_loop_that_is_left_leaves_nothing_behind(worlds):
 
 
 class Told:
-    """What stands in for what finds out whether planning ahead pays: says so of each step."""
+    """Replaces the autotuner: says for each step whether planning ahead pays."""
 
     def __init__(self, steps):
         self.steps, self.at = steps, 0
@@ -287,7 +287,7 @@ def test_ranks_plan_ahead_where_the_first_of_them_finds_that_it_pays(worlds):
     alone, expected = one_process(3, TABLES, 12, lambda rank: 5, False, {"optimizer": te.Adagrad(lr=0.1)})
     answers = worlds(3).run(paced, (off, on, []))
     for rank, (planned, outputs, weights) in enumerate(answers):
-        # of this batch and the next one: what the first rank has told with a forward holds from the next batch on
+        # of this batch and the next one: what the first rank announces with a forward holds from the next batch on
         assert planned == [2, 2, 2, 2, 1, 0, 0, 0, 0, 1, 2, 1], rank
         assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
         assert not rank or not weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 
 import tieredemb as te
 from tieredemb.config import TablePart
@@ -154,7 +154,7 @@ def test_the_state_dict_of_another_rank_alone_is_refused(worlds, kind, size):
 
 def refuses(rank, size, kind, state):
     model, optimizer, _ = make(kind, size)
-    found = told(optimizer.load_state_dict, copy.deepcopy(state))
+    found = raised(optimizer.load_state_dict, copy.deepcopy(state))
     model.close()
     return found
 
@@ -209,7 +209,7 @@ def saves_alone(rank, size, kind, does):
     state = optimizer.state_dict()
     if rank == 0:
         return None
-    return told(optimizer.state_dict) if does == "saves" else told(optimizer.load_state_dict, state)
+    return raised(optimizer.state_dict) if does == "saves" else raised(optimizer.load_state_dict, state)
 
 
 @pytest.mark.parametrize(("kind", "does"), [("Adam L2", "saves"), ("fused Adam", "loads")])
@@ -218,7 +218,7 @@ def test_one_rank_alone_raises_after_the_timeout(worlds, kind, does):
 
 
 def spoilt(state, how):
-    """A state dict of which something is wrong, and what each rank says of it."""
+    """A wrong state dict, and what each rank raises."""
     state = copy.deepcopy(state)
     group, entries = state["param_groups"][0], state["state"]
     table = group["params"][-1]  # t3
@@ -243,7 +243,7 @@ def cannot_load(rank, size, kind, how):
     model, optimizer, _ = parts
     steps(parts, rank, size, range(3))
     before = optimizer.state_dict()
-    whole = model._states().exchange.told(before)
+    whole = model._states().exchange.broadcast_object(before)
     if rank == 1:
         state = spoilt(whole, how)
     else:
@@ -255,7 +255,7 @@ def cannot_load(rank, size, kind, how):
             raise te.errors.StorageFullError("no space left")
 
         cold.reserve_range = full
-    found = told(optimizer.load_state_dict, state)
+    found = raised(optimizer.load_state_dict, state)
     after = optimizer.state_dict()
     model.close()
     return found, before, after
@@ -290,7 +290,7 @@ def is_short_of_memory(rank, size, kind):
     if rank == 0:
         table_set.available_memory_bytes = lambda: 1500  # what it has of each fits, and t3 whole does not
     try:
-        found = told(optimizer.state_dict)
+        found = raised(optimizer.state_dict)
     finally:
         table_set.available_memory_bytes = real
     if kind in FOLLOWED:
@@ -301,7 +301,7 @@ def is_short_of_memory(rank, size, kind):
 
 
 @pytest.mark.parametrize("kind", ["Adam L2", "fused Adam"])
-def test_a_state_that_memory_cannot_hold_is_told_on_all(worlds, kind):
+def test_a_state_that_memory_cannot_hold_is_raised_on_all(worlds, kind):
     for name, text in worlds(2).run(is_short_of_memory, kind):
         assert name == "StorageFullError"
         assert text.startswith("rank 0: table 't3' as one tensor")
@@ -309,7 +309,7 @@ def test_a_state_that_memory_cannot_hold_is_told_on_all(worlds, kind):
 
 
 def test_a_part_of_no_rows_is_a_new_row():
-    """A table has a row, if one that nobody asks for: it is brought to the step that is loaded, as others are."""
+    """Each rank has a row of a table, even if nobody requests it: it is caught up to the loaded step, as others are."""
     model = te.TieredEmbeddingBagCollection(TABLES[:1], optimizer=te.Adam(lr=0.1))
     step_of(model, batch_of(TABLES[:1], 0, 0, samples=uneven), weighted=False)
     entry = model.fused_optimizer.state_dict()["state"][0]

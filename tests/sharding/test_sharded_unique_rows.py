@@ -1,4 +1,4 @@
-"""Rows of tables that are dealt out: of an id that occurs several times in a rank's batch one comes back, from which
+"""Rows of row-wise tables: of an id that occurs several times in a rank's batch one comes back, from which
 all of its occurrences are pooled. The bits are those of one process. All blocks have the size of the fullest one."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tieredemb.sharding.layout import Layout, RowWise
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-def asked_of(tables, rank, size, shape):
-    """How many ids a rank asks each rank for, and how many rows of these tables those are."""
+def rows_of(tables, rank, size, shape):
+    """How many ids a rank requests from each rank, and how many rows of these tables those are."""
     ids, offsets = (each.cpu().numpy() for each in batch_of(tables, 0, rank, samples=seven, shape=shape)[:2])
     layout, numbers = Layout(tables, size, RowWise()), [t for t, table in enumerate(tables) for _ in table.features]
     table = np.repeat(numbers, np.diff(offsets[:: seven(rank)]))
@@ -35,8 +35,8 @@ def asked_of(tables, rank, size, shape):
 @pytest.mark.parametrize("tables", [tables_of(padding=(None, 2)), SHARED], ids=["tables", "features"])
 @pytest.mark.parametrize("shape", ["ones", "some equal", "long", "mostly empty"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_row_comes_back_once_to_each_rank_that_asks_for_it(worlds, size, shape, tables):
-    ids, rows = zip(*(asked_of(tables, rank, size, shape) for rank in range(size)), strict=True)
+def test_a_row_comes_back_once_to_each_rank_that_requests_it(worlds, size, shape, tables):
+    ids, rows = zip(*(rows_of(tables, rank, size, shape) for rank in range(size)), strict=True)
     assert shape in ("ones", "mostly empty") or np.sum(rows) < np.sum(ids) / 2
     features, most, back = sum(len(table.features) for table in tables), np.max(ids), np.max(rows)
     for sent in worlds(size).run(counts_sent, tables, "rows", shape):
@@ -105,7 +105,7 @@ def test_lookups_that_only_read_see_rows_of_a_dense_optimizer_as_they_are(worlds
 @pytest.mark.parametrize("ranks", [1, 2, 3, 300])
 @pytest.mark.parametrize("samples", [0, 1, 40])
 @pytest.mark.parametrize("count", [1, 6])
-def test_owners_are_asked_for_each_row_once(count, samples, ranks, grain, monkeypatch):
+def test_owners_are_requested_each_row_once(count, samples, ranks, grain, monkeypatch):
     monkeypatch.setattr(owners_cpu, "GRAIN", grain)
     rng = np.random.default_rng(count + samples + ranks)
     tables = [
@@ -122,7 +122,7 @@ def test_owners_are_asked_for_each_row_once(count, samples, ranks, grain, monkey
     found = owners_cpu.find_owners(bags, space, ranks)
 
     homes, counts = np.full(len(bags.keys), DROPPED), np.zeros((2, ranks, len(features)), np.int64)
-    order, asked, seen = [], [], {}
+    order, requested, seen = [], [], {}
     table = space.table[bags.feature]
     rows = bags.keys - space.start[table]
     for rank in range(ranks):
@@ -130,9 +130,9 @@ def test_owners_are_asked_for_each_row_once(count, samples, ranks, grain, monkey
             is_first = bags.keys[i] not in seen
             homes[i] = seen.setdefault(bags.keys[i], len(seen))
             order.append(i)
-            asked.append(rows[i] // ranks if is_first else ~(rows[i] // ranks))
+            requested.append(rows[i] // ranks if is_first else ~(rows[i] // ranks))
             counts[:, rank, bags.feature[i]] += 1, is_first
     assert found.order.tolist() == order
-    assert found.asked.tolist() == asked
+    assert found.requested.tolist() == requested
     assert found.homes.tolist() == homes.tolist()
     assert np.array_equal([found.counts, found.firsts], counts)

@@ -9,7 +9,7 @@ import torch
 from devices import equal
 from pairs import parametrize_pairs
 from sharding.ranks import SHAPES, batch_of, joined, one_process, seven, sharding_of, step_of, tables_of, uneven
-from sharding.test_sharded_failures import told
+from sharding.test_sharded_failures import raised
 from sharding.test_sharded_memory import short
 from sharding.test_sharded_training import compare
 
@@ -80,7 +80,7 @@ def test_every_option(worlds, keywords, sharding):
 
 
 def weighs_on_one(rank, size):
-    """Weights on all ranks, whose gradient rank 1 alone asks for; then an evaluation."""
+    """Weights on all ranks, whose gradient rank 1 alone requests; then an evaluation."""
     model = model_of(tables_of(), "every other")
     ids, offsets, weights, upstream = batch_of(tables_of(), 0, rank, samples=seven, shape="long")
     weights.requires_grad_(rank == 1)
@@ -92,7 +92,7 @@ def weighs_on_one(rank, size):
     return found
 
 
-def test_the_gradient_of_weights_may_be_asked_for_on_one_rank(worlds):
+def test_the_gradient_of_weights_may_be_requested_on_one_rank(worlds):
     tables = tables_of()
     batches = [batch_of(tables, 0, rank, samples=seven, shape="long") for rank in range(3)]
     model = te.TieredEmbeddingBagCollection(tables, optimizer=te.Adagrad(lr=0.1), capacity=0.5)
@@ -121,7 +121,7 @@ def model_of(tables, sharding, **keywords):
 def runs_ahead(rank, size, tables, sharding, depth, weighted, shape):
     model, outputs, found = model_of(tables, sharding), [], []
     batches = [batch_of(tables, step, rank, samples=uneven, shape=shape) for step in range(6)]
-    planned = [model.planned, *(held.engine.planned for held in model._held)]  # what was asked, and by whom answered
+    planned = [model.planned, *(held.engine.planned for held in model._held)]  # requests, and the lookups for them
     for each in planned:
 
         def counted(tables, given, take=each.take):
@@ -261,9 +261,9 @@ def fails_once(rank, size, kind):
         if fails and kind == "offset":
             offsets[1] = -1
         if fails and kind == "memory":
-            exchange.room = short(Exchange.room)  # for weights, before anything else
-        errors.append(told(step_of, model, (ids, offsets, weights, upstream), weighted=True))
-        exchange.room = Exchange.room
+            exchange.receive_buffer = short(Exchange.receive_buffer)  # for weights, before anything else
+        errors.append(raised(step_of, model, (ids, offsets, weights, upstream), weighted=True))
+        exchange.receive_buffer = Exchange.receive_buffer
     weights = dict(model.state_dict())
     model.close()
     return errors, weights
@@ -277,7 +277,7 @@ def fails_once(rank, size, kind):
         ("memory", "StorageFullError", "rank 1: no memory is left"),
     ],
 )
-def test_a_rank_that_fails_is_told_of_on_all(worlds, kind, name, text):
+def test_a_rank_that_fails_is_raised_on_all(worlds, kind, name, text):
     tables = tables_of()
     model = te.TieredEmbeddingBagCollection(tables, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     for step in (0, 2, 3):
@@ -293,7 +293,7 @@ def test_a_rank_that_fails_is_told_of_on_all(worlds, kind, name, text):
 
 
 def differs_in_outputs(rank, size):
-    return told(model_of, tables_of(), "tables", output_dtype=(torch.float32, torch.bfloat16)[rank])
+    return raised(model_of, tables_of(), "tables", output_dtype=(torch.float32, torch.bfloat16)[rank])
 
 
 def test_ranks_agree_on_what_bags_are_rounded_to(worlds):
@@ -326,8 +326,8 @@ def counts_values(rank, size, shape, padding=None):
     return counts_sent(rank, size, tables_of(rows=(40, 40, 40, 40), padding=(padding,)), "tables", shape)
 
 
-def most_asked(shape, padding=None):
-    """The most ids that one of two ranks asks one for, of four tables of which each holds two."""
+def largest_request(shape, padding=None):
+    """The most ids that one of two ranks requests from one, of four tables of which each holds two."""
     tables, found = tables_of(rows=(40, 40, 40, 40), padding=(padding,)), []
     for rank in range(2):
         ids, offsets, *_ = batch_of(tables, 0, rank, samples=seven, shape=shape)
@@ -341,8 +341,8 @@ def most_asked(shape, padding=None):
 @pytest.mark.parametrize(("shape", "padding"), [("equal", None), ("ones", None), ("some equal", None), ("long", 0)])
 def test_bags_travel_as_vectors(worlds, shape, padding):
     """4 features of width 4, 7 samples on each of 2 ranks, each of which holds 2 of the tables. Padding stays."""
-    most, bags = most_asked(shape, padding), 4 * 7
-    assert padding is None or most < most_asked(shape)
+    most, bags = largest_request(shape, padding), 4 * 7
+    assert padding is None or most < largest_request(shape)
     held = 2 * 2 * 7 * 4  # what a rank sends back: vectors of the bags of 2 tables, of 2 ranks
     for sent in worlds(2).run(counts_values, shape, padding):
         assert sent == [2 * (4 + most) + bags, held, bags * 4]  # counts, ids and lengths of bags first

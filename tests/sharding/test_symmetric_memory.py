@@ -13,22 +13,22 @@ import torch.distributed._symmetric_memory
 
 from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
-from tieredemb.sharding.exchange import Place
+from tieredemb.sharding.exchange import RankLocation
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 
-HERE = [Place("host", "gpu0", ""), Place("host", "gpu1", "")]
+HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
 
 
-def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
-    """That of rank 0, which is told `flags` by the others, one after the other."""
-    its = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
+def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None):
+    """The memory of rank 0, to which the others announce `flags`, one after the other."""
+    its = SimpleNamespace(has_nccl=has_nccl, locations=locations, rank=0, size=len(locations))
     headers = []
 
     def announce(phase, *, flag):
         theirs = 1 if flags is None else flags[len(headers)]
         headers.append(flag)
-        return SimpleNamespace(flags=[flag, *[theirs] * (len(places) - 1)])
+        return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
     context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce)
     return SymmetricMemory(context), headers
@@ -61,13 +61,13 @@ def test_rows_are_sent_where_the_environment_says_so(gpus, monkeypatch, value, r
 
 
 def test_a_rank_of_another_host_is_not_reached(gpus):
-    assert not memory_of([HERE[0], Place("other", "gpu1", "")])[0]._reaches_all()
+    assert not memory_of([HERE[0], RankLocation("other", "gpu1", "")])[0]._reaches_all()
 
 
 def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
     """Of another container on this host."""
-    places = [place._replace(shares=shares) for place, shares in zip(HERE, "ab", strict=True)]
-    assert not memory_of(places)[0]._reaches_all()
+    locations = [place._replace(shares=shares) for place, shares in zip(HERE, "ab", strict=True)]
+    assert not memory_of(locations)[0]._reaches_all()
 
 
 def test_processes_share_a_pid_namespace_and_a_temporary_directory(monkeypatch, tmp_path):
@@ -197,27 +197,27 @@ def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fit
     assert memory._allocate([], size, 1) == fits
 
 
-def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
+def test_without_row_wise_tables_ranks_announce_nothing(gpus):
     memory, headers = memory_of(HERE)
     assert memory.make([]) is None
     assert not headers
 
 
-def test_rooms_lie_apart_and_aligned(gpus):
+def test_buffers_are_separate_and_aligned(gpus):
     starts, size = memory_of(HERE)[0]._laid_out(SPECS)
     assert starts == [512, 1536]  # behind the words of ranks; 2 ranks × 10 rows × 32 bytes are 640
     assert size == 2048
 
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
-def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
-    """Of each part that is dealt out for rows and for gradients; there is one barrier, before the first is used."""
+def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
+    """Of each row-wise part for rows and for gradients; there is one barrier, before the first is used."""
 
-    def part(width, *, is_whole):
-        return SimpleNamespace(is_whole=is_whole, space=SimpleNamespace(width=width))
+    def part(width, *, is_table_wise):
+        return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width))
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
-    of_widths = [[part(4, is_whole=False), part(4, is_whole=True)], [part(8, is_whole=False)]]
+    of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=True)], [part(8, is_table_wise=False)]]
     shards = [
         SimpleNamespace(parts=parts, space=parts[0].space, engine=SimpleNamespace(tables=tables)) for parts in of_widths
     ]
@@ -227,7 +227,7 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
     context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
     captures, met = Captures(context, None, None), []
-    monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
+    monkeypatch.setattr(captures.symmetric, "make", lambda buffers: buffers)
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]

@@ -1,4 +1,4 @@
-"""Rows on their way to rank 0 and from there, in pieces: all of them come, and no piece is larger than it may be."""
+"""Rows that are sent to rank 0 and from there, in pieces: all of them arrive, and no piece is too large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from devices import assert_same_bits
 
 from tieredemb.sharding import whole_rows
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.whole_rows import dealt_rows, gathered_rows
+from tieredemb.sharding.whole_rows import gathered_rows, rows_from_rank_0
 
 PIECE = 64  # bytes
 KINDS = [(torch.float32, (5,)), (torch.int64, ()), (torch.uint8, (7,)), (torch.bfloat16, (3, 2)), (torch.int32, (0,))]
@@ -22,7 +22,7 @@ def rows_of(rank, count, kind, inner):
 
 
 def both_ways(rank, size, counts):
-    """On each rank what was gathered of every kind, what it was dealt, and the bytes of the largest piece."""
+    """On each rank what was gathered of every kind, what it was sent, and the bytes of the largest piece."""
     before, whole_rows.PIECE_BYTES = whole_rows.PIECE_BYTES, PIECE
     exchange, sizes = Exchange(None, None), []
 
@@ -32,13 +32,13 @@ def both_ways(rank, size, counts):
 
     exchange.send = noted
     gathered = [gathered_rows(exchange, rows_of(rank, counts[rank], *kind)) for kind in KINDS]
-    dealt = {}
+    sent = {}
     for target in range(size):
         given = {str(n): rows_of(target, counts[target], *kind) for n, kind in enumerate(KINDS)}
-        dealt |= dealt_rows(exchange, target, given if rank == 0 else None)
+        sent |= rows_from_rank_0(exchange, target, given if rank == 0 else None)
     exchange.close()
-    whole_rows.PIECE_BYTES = before  # other tests come to this process
-    return gathered, [dealt[str(n)] for n in range(len(KINDS))], max(sizes, default=0)
+    whole_rows.PIECE_BYTES = before  # other tests run in this process
+    return gathered, [sent[str(n)] for n in range(len(KINDS))], max(sizes, default=0)
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -47,10 +47,10 @@ def test_rows_travel_in_pieces(worlds, counts):
     found = worlds(3).run(both_ways, its)
     every = [torch.cat([rows_of(rank, its[rank], *kind) for rank in range(3)]) for kind in KINDS]
     assert_same_bits(found[0][0], every)
-    for rank, (gathered, dealt, largest) in enumerate(found):
+    for rank, (gathered, sent, largest) in enumerate(found):
         if rank:
             assert not any(map(len, gathered))
-        assert_same_bits(dealt, [rows_of(rank, its[rank], *kind) for kind in KINDS])
-        assert [(each.dtype, each.shape[1:]) for each in dealt] == KINDS
+        assert_same_bits(sent, [rows_of(rank, its[rank], *kind) for kind in KINDS])
+        assert [(each.dtype, each.shape[1:]) for each in sent] == KINDS
         assert largest <= PIECE
     assert max(largest for *_, largest in found) > PIECE // 2 or counts in ("none", "one")

@@ -38,7 +38,7 @@ def spawned(function, *args):
 
 
 def serve(rank, size, meeting, device, pipe):
-    """What a process of a world does: calls what it is sent, until nothing more comes."""
+    """A process of a world: calls the functions that it is sent, until it receives no more."""
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ from tieredemb.tables.pool import Member, Pool
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.together import Together
+    from tieredemb.sharding.distributed_ranks import DistributedRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class FoundTables:
 class FoundSharded:
     """The tables of a collection that lies on several ranks."""
 
-    ranks: Together
+    ranks: DistributedRanks
     names: tuple[str, ...]
 
 
@@ -54,7 +54,7 @@ def found_tables(model: nn.Module) -> list[FoundTables]:
     """The sets of tables of one process, each once; those of a sharded collection of one rank, too."""
     sets: dict[int, tuple[TableSet, list[Engine], dict[int, str]]] = {}
     for path, module in tiered_modules(model).items():
-        if module.together is not None:
+        if module.distributed_ranks is not None:
             continue
         for engine in module.engines:
             whole = engine.tables.whole
@@ -73,12 +73,12 @@ def found_sharded(model: nn.Module) -> list[FoundSharded]:
     where each rank has tables of its own beside them."""
     found, alone, names = [], [], list[str]()
     for path, module in tiered_modules(model).items():
-        if module.together is None:
+        if module.distributed_ranks is None:
             alone.append(path or type(module).__name__)
             continue
         names.append(path or type(module).__name__)
-        its = tuple(table_name(path, module, table.name) for table in module.together.tables)
-        found.append(FoundSharded(ranks=module.together, names=its))
+        its = tuple(table_name(path, module, table.name) for table in module.distributed_ranks.tables)
+        found.append(FoundSharded(ranks=module.distributed_ranks, names=its))
     if not found:
         return found
     if alone:

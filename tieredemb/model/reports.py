@@ -65,7 +65,7 @@ def close(model: nn.Module) -> None:
 
 def _sharded(model: nn.Module) -> dict[str, Any]:
     """The collections that lie on several ranks, by their names."""
-    return {name: module for name, module in tiered_modules(model).items() if module.together is not None}
+    return {name: module for name, module in tiered_modules(model).items() if module.distributed_ranks is not None}
 
 
 def _each(calls: Iterable[Any]) -> None:

@@ -72,7 +72,7 @@ class LookupModule(nn.Module, abc.ABC):
         """Flushes and closes the cold storage."""
 
     @property
-    def together(self) -> Any:
+    def distributed_ranks(self) -> Any:
         """What saves and loads the rows of several ranks; None of one that has all of them."""
         return None
 

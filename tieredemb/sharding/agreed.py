@@ -1,4 +1,4 @@
-"""What ranks do once all of them can: each tells the others before, and what one has met all raise."""
+"""Calls that take effect once all ranks can make them: each announces first, and all raise the error of one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 R = TypeVar("R")
-Announce = Callable[..., None]  # is given the error that this rank has met, if any, and raises it on all of them
-Change = Callable[[Callable[[], None]], None]  # is given what to call once there is space, before anything changes
+Announce = Callable[..., None]  # takes the error of this rank, or None; raises the error of any rank on all
+Change = Callable[[Callable[[], None]], None]  # calls its argument once it has space, before it changes anything
 
 
 def agreed(announce: Announce, action: Callable[[], R]) -> R:
-    """Does something, and returns what it has returned once all ranks have done it; raises what one has met."""
+    """Calls `action`, and returns its result once it has succeeded on all ranks. Raises on all of them the error of
+    one."""
     failed: Exception | None = None
     try:
         done = action()
@@ -21,17 +22,17 @@ def agreed(announce: Announce, action: Callable[[], R]) -> R:
     return done
 
 
-def change_together(announce: Announce, changes: Sequence[Change], then: Callable[[], None] = lambda: None) -> None:
-    """Makes the `changes` of this rank, and does what belongs to them, `then`, once there is space for all of them on
-    all ranks: else nothing changes. Raises on all ranks what one has met."""
-    is_told, is_ready, failed = False, False, None
+def change_on_all_ranks(announce: Announce, changes: Sequence[Change], then: Callable[[], None] = lambda: None) -> None:
+    """Makes the `changes` of this rank, and then calls `then`, once all ranks have space for theirs; else nothing
+    changes. Raises on all ranks the error of one."""
+    is_announced, is_ready, failed = False, False, None
 
     def make(rest: Sequence[Change]) -> None:
-        nonlocal is_told, is_ready
+        nonlocal is_announced, is_ready
         if rest:
             rest[0](lambda: make(rest[1:]))
         else:
-            is_told = True
+            is_announced = True
             announce()
             is_ready = True
 
@@ -39,7 +40,7 @@ def change_together(announce: Announce, changes: Sequence[Change], then: Callabl
         make(changes)
         then()
     except Exception as error:
-        if is_told and not is_ready:  # of another rank
+        if is_announced and not is_ready:  # the error of another rank
             raise
         failed = error
     announce(failed)

@@ -1,11 +1,11 @@
-"""The side of a lookup where the bags are, on either device: what they ask whom for, and what becomes of it.
+"""The bags of a lookup, on either device: which rows their rank requests of which owner, and what it does with them.
 
-Of a table that is dealt out rows come back, of an id that occurs several times once, and each occurrence is pooled from
-there; of one that a rank holds whole, pooled bags. One that all ranks hold is asked for as if there were one rank, and
-what that is sent goes to all of them, so that each can update its rows; each pools its own bags itself.
+Of a row-wise table rows come back, one for all occurrences of an id, and the requesting rank pools them. Of a
+table-wise table pooled bags come back. A replicated table is requested as if there were one rank, but the message goes
+to all of them, so that each can update its rows; each rank pools its own bags.
 
-An id goes for every occurrence, as the owner trains and scores each. That of an occurrence which is not the first of
-its row is inverted, so that the message says by itself which rows are asked for.
+An id is sent for every occurrence, as the owner trains and scores each. If it is not the first occurrence of its row,
+it is inverted (~), so the message itself says which rows are requested.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 import torch
 
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.sharding.header import Bound, Most
-from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout
+from tieredemb.sharding.header import Bound, LargestRequest
+from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-NO_KEY = -2  # −1 is that of what is not looked up
+NO_KEY = -2  # −1 is the key of ids that are not looked up
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
-    each feature the rank that holds its table whole; −1 where all are dealt out · `ranks`: how many ranks are sent
-    something else each, and as many times the same, `copies`: one rank, the owner of all, stands for all of them where
-    each holds the tables · `sends_padding`: whether owners are sent the ids of padding, too, whose rows they scale, and
-    which add nothing to bags."""
+    """The tables of one width and one kind of sharding. `space`: their key space, as batches name rows · `owner`: int64
+    (F,), of each feature the rank that holds its table whole; −1 where all are row-wise · `ranks`, `copies`: there are
+    `ranks` different messages, and each is sent `copies` times; where each rank holds the tables, one rank stands for
+    all · `sends_padding`: whether owners are sent the ids of padding, too, whose rows they scale, and which add nothing
+    to bags."""
 
     space: KeySpace
     owner: Array
@@ -45,29 +45,29 @@ class Part:
     sends_padding: bool
 
     @functools.cached_property
-    def is_whole(self) -> bool:
-        """Whether each of the tables is held whole, by one rank or by all."""
+    def is_table_wise(self) -> bool:
+        """Whether each table is held whole, by one rank or by all."""
         return bool((self.owner >= 0).all())
 
     @functools.cached_property
     def by_rank(self) -> Array:
-        """Of whole tables the features by the ranks that hold them, int64 (F,)."""
+        """Of table-wise tables the features sorted by the ranks that hold them, int64 (F,)."""
         return np.argsort(self.owner, kind="stable")
 
     @functools.cached_property
     def held(self) -> list[int]:
-        """And how many each of the `ranks` has."""
-        its: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
-        return its
+        """How many features each of the `ranks` has."""
+        counts: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
+        return counts
 
     def held_by(self, rank: int) -> Array:
         """Which features' bags a rank pools, bool (F,)."""
-        its: Array = (self.owner == rank) | (self.copies > 1)
-        return its
+        is_held: Array = (self.owner == rank) | (self.copies > 1)
+        return is_held
 
     @functools.cached_property
     def padding_keys(self) -> Array:
-        """Of each feature the key of the padding whose id is sent, int64 (F,), or one that no occurrence has."""
+        """Of each feature the key of its padding, if that is sent, int64 (F,); else one that no occurrence has."""
         padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
         return padding if self.sends_padding else np.full_like(padding, NO_KEY)
 
@@ -75,13 +75,13 @@ class Part:
 def parts_of(
     layout: Layout, tables: Sequence[int], columns: Sequence[int], *, sends_padding: bool = False
 ) -> list[Part]:
-    """Those of the `tables` of one width: those that are dealt out, those that one rank holds, and those that all hold,
-    as far as there are any. `columns`: see `KeySpace`."""
+    """The parts of the `tables` of one width: the row-wise ones, the table-wise ones, and the replicated ones, as far
+    as there are any. `columns`: see `KeySpace`."""
     parts = []
-    for kind in (DEALT_OUT, 0, REPLICATED):
-        its = [t for t in tables if min(layout.owner[t], 0) == kind]
-        if its:
-            space = KeySpace(layout.tables, its, columns)
+    for kind in (ROW_WISE, 0, REPLICATED):
+        tables_of_kind = [t for t in tables if min(layout.owner[t], 0) == kind]
+        if tables_of_kind:
+            space = KeySpace(layout.tables, tables_of_kind, columns)
             owner, copies = layout.owner[space.tables[space.table]], 1
             if kind == REPLICATED:
                 owner, copies = np.zeros_like(owner), layout.size
@@ -92,12 +92,12 @@ def parts_of(
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device. Once they are padded (`pad`):
 
-    `asked`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent, `ids`: how many ids
-    among these · `back`: how many rows come back from each, (·, D), or of whole tables one of each bag, by feature and
-    sample; empty where nothing travels back · `grads`: how many gradients each is sent: one of each id, or of each bag.
-    """
+    `requested`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent · `ids`: how many
+    of them are ids · `back`: how many rows come back from each rank, (·, D), or of table-wise tables one for each bag,
+    by feature and sample; empty where they stay here · `grads`: how many gradients each rank is sent: one for each id,
+    or for each bag."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
@@ -105,56 +105,56 @@ class Bags(Protocol):
 
     def pad(self, bound: Bound) -> None:
         """Makes a `Message` of one size of what is requested, which the `bound` takes: each rank is sent as many ids,
-        and as many weights, and gradients of tables that are dealt out. Of these as many rows come back, and no id is
-        inverted; or `bound.rows`. Does not synchronise."""
+        and as many weights, and gradients of row-wise tables. As many rows come back, and no id is inverted; or
+        `bound.rows` come back. Does not synchronise."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
-        """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
-        samples. Does not synchronise."""
+        """The weights of the requested ids, float32 (K,), where their owner pools them; of `weights`, floats (N,), of
+        the samples. Does not synchronise."""
 
     def keep(self, every: torch.Tensor) -> None:
-        """Keeps the rows of the ids, (K, D), for the gradient of their weights, where their owner pools."""
+        """Keeps the rows of all ids, (K, D), for the gradient of their weights, where their owner pools them."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        """Makes of what has come back, `rows`, the columns of their features in `out` (B, ΣD). `weights`: as of
-        `sent_weights` · `keep`: whether a backward is to come · `keep_rows`: whether it asks for the gradient of the
+        """Pools the received `rows` into the columns of their features in `out` (B, ΣD). `weights`: as for
+        `sent_weights` · `keep`: whether a backward will follow · `keep_rows`: whether that computes the gradient of the
         weights. Does not synchronise."""
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds the gradient of the per-sample weights to their positions in `out`, float32 (N,), given that of the
-        outputs, float32 (B, ΣD). Does not synchronise."""
+        """Adds the gradient of the per-sample weights to their positions in `out`, float32 (N,), given the gradient of
+        the outputs, float32 (B, ΣD). Does not synchronise."""
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients: of each id that of its bag, or of whole tables those of the bags, float32 (·, D), divided by
-        `share`; and what it is to be multiplied by, float32 (K,), where that is not one, and its owner does not know.
-        Does not synchronise."""
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients to send: of each id that of its bag, or of table-wise tables those of the bags, float32 (·, D),
+        divided by `divisor`; and their factors, float32 (K,), where these are not ones, and the owner does not know
+        them. Does not synchronise."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on a GPU."""
+        """All tensors that it has on a GPU."""
 
 
 Wait = Callable[[], object]  # for what the current stream of a GPU has launched
 
 
 class CountingFinder(Protocol):
-    """Finds the bags of all parts; and looks at a batch before it is looked up in a graph, which can wait for
-    nothing."""
+    """Finds the bags of all parts. For a batch that a graph will look up, which cannot wait for anything, it counts
+    before what that requests."""
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
-        """The bags of each part of a batch, and what it requests. Raises `InvalidInputError` and `IdOutOfRangeError`.
-        Waits for the current stream, by `wait` before it reads what a GPU has found."""
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
+        """The bags of each part of a batch, and the most that it requests in each. Raises `InvalidInputError` and
+        `IdOutOfRangeError`. Waits for the current stream, by `wait`, before it reads what a GPU has found."""
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
-        """How many ids a batch requests in each part; no rows are counted. Raises and waits as the call."""
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
+        """The most ids that a batch requests in each part; rows are not counted. Raises and waits as the call does."""
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """The bags of a batch, and words, int64 on its device, that tell `most` of it. `finds_firsts`: whether ids that
-        were asked for before are inverted. Does not synchronise."""
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
+        """The bags of a batch, and words, int64 on its device, of which `read_report` makes what it requests.
+        `finds_firsts`: whether ids that were requested before are inverted. Does not synchronise."""
 
-    def most(self, words: torch.Tensor) -> list[Most]:
-        """What a batch requests in each part, by such words that have come to the CPU. Raises as the call."""
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
+        """The most that a batch requests in each part, by such words on the CPU. Raises as the call does."""
 
-    def room(self) -> torch.Tensor:
-        """On the CPU, for such words."""
+    def report_buffer(self) -> torch.Tensor:
+        """Memory on the CPU for such words."""

@@ -1,7 +1,7 @@
 // A barrier of the GPUs of several ranks, in memory that all of them have mapped.
 #include "common.cuh"
 
-// Where the ranks meet: rank k's memory for it begins at begins[k], a word for each rank, which counts its arrivals.
+// Memory of a barrier: that of rank k begins at begins[k], and has a word for each rank, which counts its arrivals.
 struct Meeting {
     const i64 *begins;
     int ranks, rank;
@@ -25,11 +25,11 @@ __device__ __forceinline__ u64 nanoseconds() {
     return now;
 }
 
-// Waits until all ranks have arrived as often as this one, which arrives once more: `*count`. What each has launched
-// before on its stream is over then, and what it has written is visible here. Adds to `*waited` how long that took, in
-// nanoseconds. `*ended`, in the host's memory: not zero once nobody is to be waited for any more, and what is computed
-// has no meaning. After `patience` nanoseconds the kernel fails, and with it the process: as NCCL's do. One block of a
-// thread a rank.
+// Arrives once more, and counts that in `*count`; waits until all ranks have arrived as often. What each has launched
+// before on its stream is over then, and what it has written is visible here. Adds the nanoseconds of the wait to
+// `*waited`. `*ended`, in the host's memory: not zero once the kernel must wait for no rank any more; results have no
+// meaning then. After `patience` nanoseconds the kernel fails, and with it the process, as NCCL's kernels do. One block
+// with a thread for each rank.
 extern "C" __global__ void ranks_meet(Meeting meeting, u64 *count, u64 *waited, const int *ended, u64 patience) {
     wait_for_prior_kernel();
     __shared__ u64 number;

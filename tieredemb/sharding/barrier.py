@@ -1,7 +1,7 @@
 """A barrier of the GPUs of several ranks, in memory that all of them have mapped.
 
-A kernel writes a word into each rank's memory, and waits for theirs. As a collective of NCCL does, it fails where a
-rank does not arrive for too long; and where ranks exchange nothing any more it waits for nobody
+A kernel writes a word into each rank's memory, and waits for the words of the others. As NCCL's collectives do, it
+fails where a rank does not arrive within a long time. Where ranks exchange nothing any more it waits for none
 (`collectives.end_waits`).
 """
 
@@ -19,7 +19,7 @@ from tieredemb.kernels.streams import current_stream, on_device
 
 BARRIER = "sharding/barrier.cu"
 WARP = 32
-PATIENCE, MOST = 2, 2**63 - 1  # × the ranks' timeout, within which a host finds out and says more; nanoseconds
+PATIENCE, MOST = 2, 2**63 - 1  # × the ranks' timeout, within which a host raises a better error; nanoseconds
 _ENDED: list[torch.Tensor] = []  # words in host memory, which kernels may read for as long as the process lives
 
 
@@ -36,21 +36,23 @@ class Barrier:
         _ENDED.append(self._ended)
         self._meeting = struct_type(BARRIER, "Meeting")(begins=self._begins, ranks=self._ranks, rank=rank)
         self._patience = min(int(PATIENCE * timeout * 1e9), MOST)
-        self._stream = current_stream(device.index)  # that it was launched on last
+        self._stream = current_stream(device.index)  # of the last launch
         end_with(self)
 
     def meet(self) -> None:
-        """The current stream waits until all ranks have arrived here: what each has launched there before is over."""
+        """The current stream waits until all ranks have arrived here: what each has launched before on its stream is
+        over then."""
         with on_device(self._device):
             if not torch.cuda.is_current_stream_capturing():
-                self.follow()
+                self.wait_stream()
             threads = -(-self._ranks // WARP) * WARP
             kernel(BARRIER, "ranks_meet")(
                 1, threads, self._meeting, self._count, self._waited, self._ended.data_ptr(), self._patience
             )
 
-    def follow(self) -> None:
-        """The current stream comes behind the barrier, and all that was launched behind it on its stream by now."""
+    def wait_stream(self) -> None:
+        """The current stream waits for the stream of the last barrier, and for all that was launched behind it by
+        now."""
         stream = current_stream(self._device.index)
         if stream.cuda_stream != self._stream.cuda_stream:
             stream.wait_stream(self._stream)

@@ -1,10 +1,10 @@
-"""Steps of several ranks as CUDA graphs: what is found out before each of them, so that nothing inside has to wait.
+"""Steps of several ranks as CUDA graphs: what ranks find out before each step, so that nothing inside has to wait.
 
-A graph exchanges blocks of one size, and can refuse nothing: when a host hears of it, the dense layers have taken
-their step. So the ids of a batch are looked at before the replay, on a stream beside the one that computes: a wrong id
-is told of on all ranks, and a batch that does not fit runs eagerly on all of them. The size is `max_ids`, or somewhat
-more than such steps have requested so far: an eager one that requests more tells all ranks of it, which then capture
-anew.
+A graph exchanges blocks of one size, and cannot refuse a batch: by the time a host reads that one is wrong, the dense
+layers have taken their step. So the ids of a batch are checked before the replay, on a stream beside the one that
+computes. A wrong id is raised on all ranks, and a batch that does not fit runs eagerly on all of them. The size is
+`max_ids`, or somewhat more than such steps have requested so far. An eager step that requests more announces it to all
+ranks, which then capture anew.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import torch
 from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.header import Bounds, Most, Phase, take
+from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
-WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; behind it how many rows it has asked for
+WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; the other bits: the rows it requests
 
 
 class FoundAhead:
-    """A forward that a captured step goes ahead to. `told`: of one that a graph has found, what it tells of its ids; it
-    was not known whether they fit exchanges of one size · `form`: the sizes of these."""
+    """A forward that a captured step plans ahead. `report`: words that a graph has written about its ids, where it was
+    not known before whether they fit · `form`: the sizes of its exchanges."""
 
-    told: torch.Tensor | None = None
+    report: torch.Tensor | None = None
     form: Bounds | None
 
 
 class Captures(Agreement):
-    """That of a collection. `make_batch`: makes a checked batch of what a forward is given."""
+    """The `Agreement` of a collection. `make_batch`: makes a checked batch of the inputs of a forward."""
 
     def __init__(self, context: ShardedContext, finder: CountingFinder, make_batch: Callable[..., Batch]) -> None:
         self._context, self._finder, self._make_batch = context, finder, make_batch
-        self._known: set[object] = set()  # what is looked up in the step that is being captured
-        self._told = self._steps = 0
+        self._known: set[object] = set()  # the inputs of the step that is being captured
+        self._failures_before = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
@@ -74,24 +74,24 @@ class Captures(Agreement):
 
     def takes(self, given: Sequence[Given]) -> bool:
         bounds, most = self._context.bounds(None), [self._count(each) for each in given]
-        return bounds is not None and all(take(bounds, each) for each in most)
+        return bounds is not None and all(bounds_take(bounds, each) for each in most)
 
-    def _count(self, given: Given) -> list[Most]:
+    def _count(self, given: Given) -> list[LargestRequest]:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
 
-    def room(self) -> torch.Tensor:
-        """On the CPU, for words that a graph will tell."""
-        return self._finder.room()
+    def report_buffer(self) -> torch.Tensor:
+        """Memory on the CPU for the words that a graph reports."""
+        return self._finder.report_buffer()
 
     def took(self, calls: Sequence[object]) -> bool:
         fits = True
         for call in calls:
-            if isinstance(call, FoundAhead) and call.told is not None:
-                most = self._finder.most(call.told)
+            if isinstance(call, FoundAhead) and call.report is not None:
+                most = self._finder.read_report(call.report)
                 self._context.note_rows(most)
-                fits &= call.form is not None and take(call.form, most)
+                fits &= call.form is not None and bounds_take(call.form, most)
         return fits
 
     def are_as_now(self, calls: Sequence[object]) -> bool:
@@ -107,13 +107,13 @@ class Captures(Agreement):
         assert mine >> WAY_BITS == 0
         flag = mine | (step & ((1 << STEP_BITS) - 1)) << WAY_BITS | context.most_rows << (WAY_BITS + STEP_BITS)
         flags = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags
-        context.know_rows(max(flags) >> (WAY_BITS + STEP_BITS))
+        context.learn_rows(max(flags) >> (WAY_BITS + STEP_BITS))
         steps = [each >> WAY_BITS & ((1 << STEP_BITS) - 1) for each in flags]
         if len(set(steps)) > 1:
-            told = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
+            numbers = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
             raise PeerError(
                 f"the ranks run different ones of the steps that graph_step and graph_forward have made, in the order "
-                f"in which each first ran: {told}. Each rank has to run as many of each in the same order; an "
+                f"in which each first ran: {numbers}. Each rank has to run as many of each in the same order; an "
                 f"evaluation, too, takes as many batches on each"
             )
         return functools.reduce(operator.and_, flags) & ((1 << WAY_BITS) - 1)
@@ -121,7 +121,7 @@ class Captures(Agreement):
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
         exchange = self._context.exchange
-        self._told = exchange.failures
+        self._failures_before = exchange.failures
         self._buffers = self._make_buffers(len(given), ahead=bool(planned))
         self._known = {identity(each) for each in (*given, *planned)}
         try:
@@ -131,28 +131,31 @@ class Captures(Agreement):
             self._known, self._buffers = set(), iter(())
 
     def _make_buffers(self, calls: int, *, ahead: bool) -> Iterator[list[PartBuffers | None]]:
-        """Where ranks can write into each other's memory, the buffers for rows and gradients of so many forwards, of
-        each row-wise part."""
+        """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
+        for each row-wise part; there are `calls` forwards."""
         context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
         bounds = context.bounds(context.row_bound if ahead else None)
         if bounds is None:
             return iter(())
         for call in range(calls):
             for number, ((part, shard), bound) in enumerate(zip(parts, bounds, strict=True)):
-                if not part.is_whole:
+                if not part.is_table_wise:
                     specs.append(BufferSpec.for_rows(call, number, shard, bound))
                     specs.append(BufferSpec.for_gradients(call, number, shard, bound))
         made = self.symmetric.make(specs)
         if made is None:
             return iter(())
-        its = iter(made)
-        return self._in_turn(
-            [[None if part.is_whole else PartBuffers(next(its), next(its)) for part, _ in parts] for _ in range(calls)]
+        allocated = iter(made)
+        return self._behind_barrier(
+            [
+                [None if part.is_table_wise else PartBuffers(next(allocated), next(allocated)) for part, _ in parts]
+                for _ in range(calls)
+            ]
         )
 
-    def _in_turn(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
-        """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
-        earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
+    def _behind_barrier(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
+        """The buffers of each forward. Before the first, the current stream waits for all ranks, as some may still read
+        what an earlier step has left. Hosts have not agreed to send rows by then: in a capture nothing runs."""
         self.symmetric.barrier()
         yield from buffers
 
@@ -166,7 +169,7 @@ class Captures(Agreement):
 
     def not_captured(self, error: Exception) -> None:
         exchange = self._context.exchange
-        if exchange.size > 1 and exchange.failures == self._told:  # else all ranks know of it
+        if exchange.size > 1 and exchange.failures == self._failures_before:  # else all ranks have raised it
             self._context.announce(Phase.STEP, error=error)
 
     def rows_sent(self) -> None:
@@ -175,21 +178,20 @@ class Captures(Agreement):
         if exchanges is not None:
             exchanges()
 
-    # --- what a forward inside asks ---------------------------------------------------------------------------------
+    # --- for forwards inside ----------------------------------------------------------------------------------------
 
     def buffers(self) -> list[PartBuffers | None] | None:
-        """Where rows and gradients of the next forward inside are written to, of each part; None where they are
-        sent."""
+        """Of each part the buffers for rows and gradients of the next captured forward; None where these are sent."""
         return next(self._buffers, None)
 
     @property
     def is_active(self) -> bool:
-        """Whether the current stream is one of a step that is being captured."""
+        """Whether the current stream belongs to a step that is being captured."""
         return bool(self._known) and torch.cuda.is_current_stream_capturing()
 
     def find(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """The bags of a forward inside, and words that will tell of them. Raises `UnsupportedError` for one of which
-        nobody finds out whether its ids fit."""
+        """The bags of a captured forward, and words that will report on them. Raises `UnsupportedError` for inputs of
+        which nobody checks whether they fit."""
         if identity(batch.given) not in self._known:
             raise UnsupportedError(UNKNOWN_IDS)
-        return self._finder.unchecked(batch, finds_firsts=finds_firsts)
+        return self._finder.find_unchecked(batch, finds_firsts=finds_firsts)

@@ -1,9 +1,8 @@
-"""Checkpoints of a sharded collection: each rank writes its rows, under the keys of the whole tables, and rank 0 the
-manifest. What was saved by one world is loaded by any other, and by a collection in one process, and the other way
-round.
+"""Checkpoints of a sharded collection: each rank writes its rows, under the keys of the whole tables, and rank 0 writes
+the manifest. A checkpoint of one world loads into any other, and into a collection in one process, and vice versa.
 
-All ranks have to see the directory. Every step is agreed on before the next one: where one rank fails all raise, and
-the last checkpoint stays as it is.
+All ranks must see the directory. They agree on every step before the next one: where one rank fails all raise, and the
+last checkpoint stays as it is.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ class OwnKeys:
 
     @property
     def rows(self) -> int:
-        """Of the whole key space."""
+        """Rows of the whole key space."""
         return self.space.rows
 
     def _parts(self) -> list[TablePart]:
         return [self.layout.saved_part(int(t), self.rank) for t in self.space.tables]
 
     def holds(self, keys: Array) -> Array:
-        """See `KeyPart`: of those that are saved here."""
+        """See `KeyPart`: whether keys are saved here."""
         table = np.searchsorted(self.start, keys, side="right") - 1
         rows = np.array([part.own_rows for part in self._parts()])
         found: Array = keys - self.start[table] < rows[table]
@@ -97,9 +96,9 @@ class OwnKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedRows:
-    """What a collection has to save and to load on this rank. `config`: of the whole tables · `announce`: to be called
-    before anything that all ranks do, with the error that this one has met, if any: raises it on all of them ·
-    `prefix`, `names`: see `NotedTables`."""
+    """What this rank has to save and to load of a collection. `config`: of the whole tables · `announce`: called before
+    anything that all ranks do, with the error of this rank or None; raises the error of one on all · `prefix`, `names`:
+    see `NotedTables`."""
 
     config: TableSetConfig
     layout: Layout
@@ -111,11 +110,11 @@ class ShardedRows:
 
     @property
     def noted(self) -> NotedTables:
-        """What is noted of it beside the rows."""
+        """What the manifest notes of it beside the rows."""
         return NotedTables(self.prefix, self.names, self.shards[0].engine.optimizer, {})
 
     def write(self, path: str, token: str, written: list[str], first: int) -> tuple[dict[str, Space], list[str]]:
-        """Writes what this rank holds, as processes numbered from `first` on; returns the entries of the manifest, and
+        """Writes what this rank holds, as processes numbered from `first` on; returns the records of the manifest, and
         why rows are not to be trusted."""
         entries: dict[str, Space] = {}
         reasons = []
@@ -131,7 +130,7 @@ class ShardedRows:
         return entries, reasons
 
     def spaces(self) -> dict[str, ColdRows]:
-        """The cold rows here of each key space."""
+        """The cold rows of each key space here."""
         return self._named(
             {name: cold for shard in self.shards for name, cold in spaces_of(shard.engine.tables).items()}
         )
@@ -164,8 +163,8 @@ def save(
     *,
     dense: Callable[[], bytes] | None = None,
 ) -> None:
-    """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`. `rows`: of collections on the same ranks · `dense`: on
-    rank 0 gives the dense layers of a whole model."""
+    """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`. `rows`: of collections on the same ranks · `dense`:
+    returns the dense layers of a whole model, on rank 0."""
     exchange, announce = rows[0].exchange, rows[0].announce
     with contextlib.ExitStack() as held:
 
@@ -182,7 +181,7 @@ def save(
             return noted, path, token, layers
 
         noted, path, token, layers = agreed(announce, begin)
-        token = exchange.told(token)
+        token = exchange.broadcast_object(token)
         written = held.enter_context(checkpoint.written_files(path, token))
         entries, broken = agreed(announce, lambda: _write(rows, path, token, written))
         found = exchange.gather((entries, broken))
@@ -198,15 +197,15 @@ def save(
 
 
 def _write(rows: Sequence[ShardedRows], path: str, token: str, written: list[str]) -> tuple[dict[str, Space], str]:
-    """Writes what this rank holds; returns the entries of the manifest, and why rows are not to be trusted."""
+    """Writes what this rank holds; returns the records of the manifest, and why rows are not to be trusted."""
     entries: dict[str, Space] = {}
     reasons: list[str] = []
     number = rows[0].exchange.rank * sum(len(each.shards) for each in rows)
     with checkpoint.checkpoint_errors(path, "saving"):
         for each in rows:
-            its, why = each.write(path, token, written, number)
-            entries |= its
-            reasons += why
+            written_entries, reasons_of_rows = each.write(path, token, written, number)
+            entries |= written_entries
+            reasons += reasons_of_rows
             number += len(each.shards)
         fsync_directory(path)
     return entries, joined_reasons(reasons)
@@ -220,7 +219,7 @@ def _commit(
     noted: Any,
     dense: bytes | None,
 ) -> None:
-    """On rank 0: makes all ranks' files the checkpoint."""
+    """On rank 0: makes the files of all ranks the checkpoint."""
     with checkpoint.checkpoint_errors(path, "saving"):
         for rank, (entries, _) in enumerate(found):
             for name in (file for entry in entries.values() for file in entry.files):
@@ -245,7 +244,7 @@ def load(
     beside: Beside | None = None,
     stacklevel: int = 5,
 ) -> dict[str, Any]:
-    """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`; `rows` as of `save`, the others as of
+    """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`. `rows`: as for `save` · the others: as for
     `tables.checkpoint.load`."""
     announce, shards = rows[0].announce, [shard for each in rows for shard in each.shards]
     noted = [each.noted for each in rows]
@@ -304,7 +303,9 @@ def _opened(
 
 def _check_same(exchange: Exchange, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
     """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""
-    all_found = exchange.every((found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"])))
+    all_found = exchange.all_gather_object(
+        (found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"]))
+    )
     if len({identity for identity, _, _ in all_found}) > 1:
         which = "; ".join(
             f"rank {rank} loads {identity} in {path!r}, whose extra is {extra}"

@@ -37,18 +37,18 @@ from tieredemb.modules.forwards import LISTENERS, notify_listeners
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.agreed import agreed
-from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.call import ShardedCallContext
+from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder
-from tieredemb.sharding.layout import DEALT_OUT, REPLICATED, Layout, Sharding
+from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
+from tieredemb.sharding.single_rank import SingleRank
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
-from tieredemb.sharding.together import Together
 from tieredemb.step.batch import Batch
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -70,29 +70,29 @@ if TYPE_CHECKING:
 
 class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     """A `TieredEmbeddingBagCollection` whose rows are held by the ranks of a process group, each behind a cache of its
-    own. Each rank looks up its own batches, which all ranks do together: as many forwards and backwards on each.
+    own. Each rank looks up its own batches, in collective calls: all ranks run as many forwards and backwards.
 
     Rows are bit for bit those of one process that trains the batches of all ranks as one, rank by rank, given equal
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
     `DeviceMesh` · `sharding`: by the names of tables `RowWise()`, the default, `TableWise()` or `Replicated()`, or one
-    for all. Of the first a row travels for each different id of a rank's batch, and back a gradient for each
-    occurrence, of the second pooled bags and their gradients, of the third gradients of bags alone, to all ranks ·
-    `capacity`: of each rank · `average`: whether gradients of the tables are divided by the number of ranks, as
-    `DistributedDataParallel` does those of the dense layers · `max_ids`: how many ids a rank asks another for at most,
-    in tables of one width and one kind of sharding. Exchanges are padded to it; for a batch of more the ranks agree on
-    a larger size, to the same bits, and a warning says how many ids there are. None: the ranks agree on a size for each
-    batch, on GPUs for each number of samples, and for captured steps (`graph_step`) on that of their largest batch so
-    far · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
-    on GPUs · `timeout`: how long a rank waits for another, already while it constructs the collection, and before that
-    for its own GPU; by default as long as torch does.
-    The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
-    `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
-    it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
+    for all. Of row-wise tables a row is sent for each different id of a rank's batch, and back a gradient for each
+    occurrence; of table-wise ones pooled bags and their gradients; of replicated ones gradients of bags alone, to all
+    ranks · `capacity`: of each rank · `average`: whether gradients of the tables are divided by the number of ranks, as
+    `DistributedDataParallel` does with those of the dense layers · `max_ids`: how many ids a rank requests from another
+    at most, in tables of one width and one kind of sharding. Exchanges are padded to it; for a batch of more the ranks
+    agree on a larger size, to the same bits, and a warning says how many ids there are. None: the ranks agree on a size
+    for each batch, on GPUs for each number of samples, and for captured steps (`graph_step`) on that of their largest
+    batch so far · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on
+    CPUs, or all on GPUs · `timeout`: how long a rank waits for another, already while it constructs the collection, and
+    before that for its own GPU; by default as long as torch does. The other keywords are those of
+    `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and `timeout` may differ between the
+    ranks, and so may the machines; the others are equal on all of them. To construct it is a collective, which raises
+    `ConfigError` where they are not, and `PeerError` where a rank has ended.
 
-    GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
-    each other goes through memory of the host that they share, or by gloo where they share none. In a group of gloo
-    alone rows pass through host memory. An eager forward waits for the GPU once, to learn how many ids a rank is asked
-    for at most, and whether one is wrong.
+    GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do. What ranks
+    announce to each other goes through memory of the host that they share, or by gloo where they share none. In a group
+    of gloo alone rows pass through host memory. An eager forward waits for the GPU once, to learn how many ids it
+    requests from a rank at most, and whether one is wrong.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone
@@ -166,10 +166,10 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
                 self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused, self._states)
-            self._ranks = self._among(exchange, held, plain_config, exchange.size if average else 1, most)
+            self._ranks = self._make_ranks(exchange, held, plain_config, exchange.size if average else 1, most)
 
         try:
-            # before a file is opened: ranks that are to build different tables must not change any
+            # before a file is opened: ranks that would build different tables must not change any
             config, options, most = agreed(lambda failed: exchange.agree_to_construct(failed, given), check)
             agreed(lambda failed: exchange.end_construction(failed, copied), build)
             for each in held:
@@ -178,19 +178,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
         except BaseException as error:
-            _abandon(exchange, held, error)
+            _close_after_error(exchange, held, error)
             raise
         self._know_features()
         self._frozen = False
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
 
-    def _among(
+    def _make_ranks(
         self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int, max_ids: int | None
     ) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
         if is_alone(exchange):
-            return Alone(held[0], exchange)
+            return SingleRank(held[0], exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
         find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)
@@ -200,7 +200,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
             make_batch=self._batch,
         )  # fmt: skip
-        return Together(context, config)
+        return DistributedRanks(context, config)
 
     def _make_shards(
         self,
@@ -210,9 +210,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         settings: Mapping[str, Any],
         options: LookupOptions,
     ) -> None:
-        """What this rank holds, of each width, into `made`. A collective: row files of all ranks are one set."""
+        """Builds what this rank holds, of each width, into `made`. A collective: row files of all ranks are one set."""
         rank = exchange.rank
-        settings = {**settings, "device": config.device, "check_ids": "deferred"}  # who has the bags checks the ids
+        settings = {**settings, "device": config.device, "check_ids": "deferred"}  # ids are checked with the bags
         widths_of = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in self.table_configs})
@@ -241,8 +241,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     @contextlib.contextmanager
     def _known_sharding(self) -> Iterator[None]:
-        """Says of row files of other tables that they may be those of another sharding, where it was left out; and of
-        those that were not closed why they are refused."""
+        """Adds to the errors of row files: those of other tables may be of another sharding, where none was given;
+        those that were not closed are refused with `Replicated()`."""
         try:
             yield
         except UncleanFileError as error:
@@ -256,7 +256,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if self.layout.size == 1 or not any(self.layout.is_default):
                 raise
             raise StorageFormatError(
-                f"{error}. Rows of all tables are dealt out, the default; if the files were written with other "
+                f"{error}. All tables are row-wise, the default; if the files were written with other "
                 f"sharding=, pass that (earlier versions held tables of less than 1 MiB whole: TableWise())"
             ) from error
 
@@ -266,7 +266,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return {t: table.name for t, table in enumerate(self.table_configs) if self.layout.owner[t] == REPLICATED}
 
     def _copied_rows(self, held: Sequence[Held]) -> dict[str, str]:
-        """What the copies of tables here begin with, to be equal on all ranks."""
+        """What the copies of replicated tables here begin with, to be equal on all ranks."""
         found = {}
         for t, name in self._replicated.items():
             tables, number = next((each.engine.tables, each.tables.index(t)) for each in held if t in each.tables)
@@ -285,12 +285,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     @property
     def tables(self) -> TableSet:
-        """Those of the smallest width, as far as they lie here."""
+        """The tables of the smallest width, as far as this rank holds them."""
         return self._held[0].engine.tables
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """Those of each width."""
+        """The engines of each width."""
         return [held.engine for held in self._held]
 
     @property
@@ -299,9 +299,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return self._ranks.held
 
     @property
-    def together(self) -> Together | None:
-        """What saves and loads the rows of several ranks; None of one."""
-        return self._ranks if isinstance(self._ranks, Together) else None
+    def distributed_ranks(self) -> DistributedRanks | None:
+        """The ranks that save and load the rows together; None where there is one rank."""
+        return self._ranks if isinstance(self._ranks, DistributedRanks) else None
 
     @property
     def agreement(self) -> Agreement | None:
@@ -309,7 +309,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     @property
     def planned(self) -> PlannedForwards:
-        """The forwards that were planned, and have yet to come."""
+        """The forwards that were planned and have not run yet."""
         return self._ranks.planned
 
     def plan_ahead(
@@ -319,7 +319,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         kind: PlanKind = AHEAD,
         memory: Any = None,
     ) -> Planned:
-        """See `LookupModule`. A collective, which the thread of the loop takes part in."""
+        """See `LookupModule`. A collective, in which the thread of the loop takes part."""
         if self._frozen:
             kind = kind._replace(trains=False)
         return self._ranks.plan_ahead(executor, inputs, self._batch, kind, memory)
@@ -338,7 +338,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     @untraced
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """See `TieredEmbeddingBagCollection.forward`. A collective: what one rank raises all do."""
+        """See `TieredEmbeddingBagCollection.forward`. A collective: all ranks raise the error of one."""
         with self._ranks.forward():
             return super().forward(*inputs, **named)
 
@@ -356,23 +356,22 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         group: int | dict[str, Any] | None = None,
         in_state_dict: bool = True,
     ) -> None:
-        """From now on the rows are updated by `optimizer.step()`, on each rank by its own; see
-        `TieredEmbeddingBag.follow`.
-        A collective: what one rank raises all do, and then nobody follows.
+        """From now on `optimizer.step()` updates the rows, on each rank its own optimizer; see
+        `TieredEmbeddingBag.follow`. A collective: all ranks raise the error of one, and then none follows.
 
         The tables' parameters are added to the params of `group`, in the order of the tables; `parameters()` does not
         list them, as `DistributedDataParallel` would take them for its own. Their gradients are the norms over all
-        ranks: who reads one, as `GradScaler` and `clip_grad_norm_` do of the params that they are given, does so on all
-        ranks.
+        ranks: code that reads one, as `GradScaler` and `clip_grad_norm_` do with the params that they are given, must
+        run on all ranks.
 
         `in_state_dict`: whether `optimizer.state_dict()` and loading it are collectives and hold the tables' state:
-        whole on rank 0, the others have the dense part alone; taken from all ranks, or from rank 0 alone. False for
-        tables larger than memory, whose state `save_checkpoint` saves."""
+        whole on rank 0, while the others have the dense part alone; taken from all ranks, or from rank 0 alone. False
+        for tables larger than memory, whose state `save_checkpoint` saves."""
         self._ranks.follow(optimizer, group=group, in_state_dict=in_state_dict)
 
     def _states(self) -> RowStates:
-        """What the optimizer of several ranks keeps of the rows."""
-        assert isinstance(self._ranks, Together)
+        """The optimizer state of the rows of several ranks."""
+        assert isinstance(self._ranks, DistributedRanks)
         return self._ranks.states
 
     def _over_ranks(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -437,15 +436,15 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self._ranks.close()
 
     def describe(self) -> list[str]:
-        """Who holds what, and why where nobody has said so: a line a table."""
+        """Which ranks hold each table, and whether that is the default: a line for each table."""
         lines = []
         for t, table in enumerate(self.table_configs):
             owner, size = int(self.layout.owner[t]), self.layout.size
             held = f"whole on rank {max(owner, 0)}"
             if owner == REPLICATED and size > 1:
                 held = f"replicated on {size} ranks"
-            elif owner == DEALT_OUT and size > 1:
-                held = f"dealt out to {size} ranks"
+            elif owner == ROW_WISE and size > 1:
+                held = f"row-wise over {size} ranks"
                 if self.layout.is_default[t]:
                     held += ", the default: it sends least where bags have one id"
             lines.append(f"{table.name}: {table.num_embeddings} × {table.embedding_dim}, {held}")
@@ -461,13 +460,13 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def save_checkpoint(self, directory: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
         """Saves the rows of all ranks, optimizer state, scores and counters to `directory`, which all of them see, and
         replaces its last checkpoint atomically. A collective. It loads at any number of ranks and any sharding, and in
-        one process, by `TieredEmbeddingBagCollection.load_checkpoint`. `extra`: that of rank 0 counts. See
-        `TieredEmbeddingBag.save_checkpoint`; what one rank raises all do."""
+        one process, by `TieredEmbeddingBagCollection.load_checkpoint`. `extra`: that of rank 0 is saved. See
+        `TieredEmbeddingBag.save_checkpoint`; all ranks raise the error of one."""
         self._ranks.save(directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
-        """Replaces all rows by those of a checkpoint, whichever collection of the same tables has saved it; returns its
-        `extra`. A collective. See `TieredEmbeddingBag.load_checkpoint`; what one rank raises all do."""
+        """Replaces all rows by those of a checkpoint, which any collection of the same tables may have saved; returns
+        its `extra`. A collective. See `TieredEmbeddingBag.load_checkpoint`; all ranks raise the error of one."""
         return self._ranks.load(directory, recover=recover)
 
     def _load_from_state_dict(
@@ -513,27 +512,27 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
 
 def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
-    """What was given, if it can be. Raises `ConfigError`."""
+    """What was given, if it is allowed. Raises `ConfigError`."""
     number: int | None = plain(max_ids)
     most = MOST_ENTRIES // ranks
     if number is not None and not (is_whole(number) and 1 <= number <= most):
         raise ConfigError(
-            f"max_ids must be a number of ids that a rank asks another for at most, 1 … {most} with {ranks} ranks, or "
-            f"None, got {shown(number)}"
+            f"max_ids must be the number of ids that a rank requests from another at most, 1 … {most} with {ranks} "
+            f"ranks, or None, got {shown(number)}"
         )
     return number
 
 
-def _abandon(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:
-    """Leaves the other ranks, and closes what a construction that has met an `error` has opened."""
-    with contextlib.ExitStack() as all_of_them:  # from the last to the first, whatever fails
+def _close_after_error(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:
+    """Leaves the other ranks, and closes what a construction has opened before its `error`."""
+    with contextlib.ExitStack() as all_of_them:  # from the last to the first, even if one fails
         for each in held:
             all_of_them.callback(each.engine.tables.close)
         all_of_them.callback(exchange.leave, error)
 
 
 def is_alone(exchange: Exchange) -> bool:
-    """Whether a rank has nobody to exchange anything with."""
+    """Whether a rank has no other to exchange anything with."""
     return exchange.size == 1
 
 
@@ -545,5 +544,5 @@ def _updater(optimizer: Optimizer) -> str:
 
 
 def _class_of(optimizer: Optimizer) -> Optimizer:
-    """The class of a torch optimizer, which tables are laid out for before they follow it."""
+    """The class of a torch optimizer, for which rows are laid out before tables follow it."""
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer

@@ -1,9 +1,9 @@
 """Where ranks wait for each other while they construct a collection: keys in the store of `init_process_group`.
 
-To make a process group is to wait for all of its ranks until its timeout, also for one that has ended. So before they
-make one, and again before they compare what they have built, ranks write to the store that they are there, and read
-whether all are. Meanwhile each looks at the connections that an earlier group of gloo has to the others: gloo finds at
-once that a process has ended, and then refuses to receive from it. No thread waits for that.
+To make a process group is to wait for all of its ranks until its timeout, even for one that has ended. So before ranks
+make a group, and again before they compare what they have built, each writes to the store that it is there, and reads
+whether all are. Meanwhile it polls the connections to the others of an earlier gloo group: gloo finds at once that a
+process has ended, and then refuses to receive from it. No thread waits for that.
 
 They compare late what they have built because a rank that fills rows is late, and not gone.
 """
@@ -26,17 +26,17 @@ import torch.distributed.distributed_c10d as c10d
 
 from tieredemb.errors import ConfigError, PeerError
 
-FIRST_POLL, POLL = 1e-3, 0.05  # seconds: after which the store is read again, at first and at most
-LOOK = 0.25  # seconds: how often a rank looks whether another has ended
-CONNECT = timedelta(seconds=60)  # how long ranks that are all there connect to each other: many take seconds
+FIRST_POLL, POLL = 1e-3, 0.05  # seconds between two reads of the store, at first and at most
+LOOK = 0.25  # seconds: how often a rank checks whether another has ended
+CONNECT = timedelta(seconds=60)  # timeout for ranks that are all there: many take seconds to connect
 PROBE = 0x7E1E3B  # a tag of messages that no rank sends
 LONGEST = 500  # letters of an error that other ranks read
 AGAIN = "start all ranks again"
 
 
 class Stage(enum.Enum):
-    """What a rank has done when it waits for the others: begun the construction, checked what it was given, or built
-    what it holds."""
+    """What a rank has done when it waits for the others: begun the construction, checked its arguments, or built what
+    it holds."""
 
     BEGUN = "begun"
     CHECKED = "checked"
@@ -44,12 +44,12 @@ class Stage(enum.Enum):
 
     @property
     def ended(self) -> str:
-        """Which ranks have not done it, of ranks that have ended."""
+        """Describes a stage that ranks had not reached when they ended."""
         return f"{_ENDED[self]} the sharded collection"
 
     @property
     def missing(self) -> str:
-        """The same of ranks that are late."""
+        """Describes a stage that ranks did not reach in time."""
         return f"{_MISSING[self]} the sharded collection"
 
 
@@ -66,7 +66,7 @@ _MISSING = {
 
 
 class Connections(NamedTuple):
-    """Those of `group` to the ranks of a collection, which are `numbers` in it."""
+    """The connections of `group` to the ranks of a collection, which have the `numbers` in it."""
 
     group: Any
     numbers: Sequence[int]
@@ -78,14 +78,14 @@ class Connections(NamedTuple):
         for rank, number in enumerate(self.numbers):
             if number != self.group.rank():
                 try:
-                    self.group.recv([nothing], number, PROBE)  # which is not waited for: it fails, or is dropped
+                    self.group.recv([nothing], number, PROBE)  # not waited for: it fails, or is dropped
                 except RuntimeError:
                     found.append(rank)
         return found
 
 
 class Construction:
-    """One construction of a collection by `ranks` of the world, of which this one is number `rank`, who wait for each
+    """One construction of a collection by `ranks` of the world, of which this one is number `rank`. They wait for each
     other for at most `timeout`. `group`: the user's group of these ranks, or None, which is all of them."""
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: list[int], rank: int, timeout: timedelta) -> None:
@@ -110,9 +110,9 @@ class Construction:
             raise
 
     def wait(self, stage: Stage, value: Any = None, connections: Connections | None = None) -> list[Any]:
-        """Waits until all ranks have done what `stage` is, and returns the `value` of each. `connections`: those that
-        break where a rank has ended; by default those of the user's group. Raises `PeerError` where one has ended, has
-        left, or is not there within the timeout."""
+        """Waits until all ranks have reached a `stage`, and returns the `value` of each. `connections`: to find ranks
+        that have ended; by default those of the user's group. Raises `PeerError` where one has ended, has left, or is
+        not there within the timeout."""
         connections = connections or self._connections
         keys = [f"{stage.value}/{rank}" for rank in range(len(self._ranks))]
         started, poll = monotonic(), FIRST_POLL
@@ -134,15 +134,15 @@ class Construction:
             return [json.loads(each) for each in found]
 
     def leave(self, error: BaseException) -> None:
-        """Ranks that wait for this one raise `PeerError` at once, which has the text of `error`."""
+        """Ranks that wait for this one raise `PeerError` at once, with the text of `error`."""
         text = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}".rstrip(": ")
         with contextlib.suppress(RuntimeError):  # of a store that has ended
             if not self._store.check(["left"]):
                 self._store.set("left", json.dumps([self._rank, text[:LONGEST]]))
 
     def ended(self, connections: Connections | None = None, *, within: float = LOOK) -> list[int]:
-        """The ranks that have ended, as far as the user's group, or other `connections`, can find out `within`
-        seconds: gloo has a thread for each group, which may be late."""
+        """The ranks that have ended, as far as the user's group, or other `connections`, can find out `within` seconds:
+        gloo's thread for a group may be late."""
         connections = connections or self._connections
         if connections is None:
             return []
@@ -160,7 +160,7 @@ class Construction:
             raise PeerError(f"rank {rank} stopped constructing the sharded collection: {text}")
 
     def _check(self, stage: Stage, connections: Connections | None) -> None:
-        """Raises `PeerError` where a rank has left, or has ended without a word."""
+        """Raises `PeerError` where a rank has left, or has ended without an announcement."""
         ended = self.ended(connections, within=0)
         self._check_left()
         if ended and not self._store.check([_all(stage)]):
@@ -190,12 +190,12 @@ class Construction:
             ) from error
 
     def _check_alike(self, found: Sequence[dict[str, Any]]) -> None:
-        """Raises `ConfigError` for what one has met, or where a new group would have different names. Torch names one
-        by how many a process has made: ranks that have made others would wait for each other."""
-        for rank, its in enumerate(found):
-            if its["problem"]:
-                raise ConfigError(f"rank {rank}: {its['problem']}")
-        counts = [its["groups"] for its in found]
+        """Raises `ConfigError` for the problem of a rank, or where ranks would give a new group different names. Torch
+        names a group by how many a process has made: ranks that have made others would wait for each other."""
+        for rank, values in enumerate(found):
+            if values["problem"]:
+                raise ConfigError(f"rank {rank}: {values['problem']}")
+        counts = [values["groups"] for values in found]
         if len(set(counts)) > 1:
             raise ConfigError(
                 f"the ranks {self._ranks} are in different numbers of process groups ({counts}), by which torch tells "
@@ -203,9 +203,9 @@ class Construction:
             )
 
     def _connected(self) -> Any:
-        """The group. A rank that ends just now keeps the others waiting for `CONNECT`."""
+        """The new group. A rank that ends just now keeps the others waiting for `CONNECT`."""
         backend = _backend(self._group)
-        is_debugged = c10d.get_debug_level() == c10d.DebugLevel.DETAIL  # its checks keep the first timeout
+        is_debugged = c10d.get_debug_level() == c10d.DebugLevel.DETAIL  # its checks keep the first timeout of a group
         within = self._timeout if backend is None or is_debugged else min(self._timeout, CONNECT)
         groups = c10d._world.pg_map
         before = set(groups)
@@ -230,30 +230,30 @@ class Construction:
 
 
 def _all(stage: Stage) -> str:
-    """The key that is there once all ranks are at that stage."""
+    """The key that exists once all ranks have reached a stage."""
     return f"{stage.value}/all"
 
 
 def named(ranks: Sequence[int]) -> str:
-    """These ranks as a message names them."""
+    """These ranks as messages name them."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _connections(group: dist.ProcessGroup | None, ranks: list[int]) -> Connections | None:
-    """Those of the user's group, or of the world, if hosts are connected by gloo there."""
+    """The gloo connections of the user's group, or of the world; None if there are none."""
     if "cpu:gloo" in dist.get_backend_config(group):
         return Connections(group or dist.group.WORLD, range(len(ranks)))
     return Connections(dist.group.WORLD, ranks) if "cpu:gloo" in dist.get_backend_config() else None
 
 
 def _count_of_groups(ranks: Sequence[int]) -> int:
-    """What torch names the next group of these ranks by."""
+    """The number by which torch names the next group of these ranks."""
     world = c10d._world
     return world.group_count if len(ranks) == dist.get_world_size() else len(world.pg_names)
 
 
 def _backend(group: dist.ProcessGroup | None) -> str | None:
-    """What a group of our own is made with, beside the given one: gloo between hosts, whatever that has."""
+    """The backend of a group of our own, beside the given one: gloo between hosts, whatever that has."""
     given = dist.get_backend_config(group)
     if "cuda:nccl" in given:
         return "cpu:gloo,cuda:nccl"
@@ -261,7 +261,7 @@ def _backend(group: dist.ProcessGroup | None) -> str | None:
 
 
 def _set_timeout(group: Any, timeout: timedelta) -> None:
-    """That of what is exchanged from now on, but for single messages, which keep the one that ranks have connected
-    with."""
+    """Sets the timeout of later exchanges, except for single messages, which keep the one from the time of
+    connecting."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timeout)

@@ -1,8 +1,8 @@
-"""Exchanges of one size on a GPU, of tables that are dealt out: by a few kernels what `padding` and `request` do
-by arithmetic of tensors, of which each step is a launch.
+"""Exchanges of one size on a GPU, of row-wise tables: a few kernels do what `padding` and `request` do by operations on
+tensors, each of which is a launch.
 
-Some ninety launches one after the other were what a captured step waited for. Kernels do it where different rows come
-back once, and, of what has come, where no table of the width is whole.
+A captured step had to wait for some ninety launches one after the other. Kernels replace them where different rows come
+back once; those for received messages also need a width without table-wise tables.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def prepare(device: torch.device) -> None:
 
 
 class PaddedBags(NamedTuple):
-    """What is asked for, in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64
-    (W · (F + bound),), as a `padding.Message` has them."""
+    """Requests in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64 (W · (F +
+    bound),), as in a `padding.Message`."""
 
     order: torch.Tensor
     values: torch.Tensor
@@ -43,9 +43,9 @@ def pad_bags(
     rows: int,
 ) -> PaddedBags:
     """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound` for each; see `Padding.pad` and
-    `message`. Makes of `homes`, int32 (N,), where they are numbers of rows, those of entries, where each rank sends
-    `rows`; see `Padding.move`. `counts`: int64 (W, columns), how many ids of each of the `features` each rank is asked
-    for, and behind those how many rows. Does not synchronise."""
+    `message`. Makes `homes`, int32 (N,), which are numbers of rows, those of entries, where each rank sends `rows`; see
+    `Padding.move`. `counts`: int64 (W, columns), how many ids of each of the `features` are requested of each rank, and
+    behind those how many rows. Does not synchronise."""
     ranks, device = counts.shape[0], counts.device
     begins = counts.new_empty((2, ranks + 1))
     padded, values = counts.new_empty(ranks * bound), counts.new_empty(ranks * (features + bound))
@@ -59,10 +59,10 @@ def pad_bags(
 
 
 class Joined(NamedTuple):
-    """What came of all ranks, in the order of one process: feature by feature, and in these rank by rank. `edges`:
-    int64 (F + 1,), where features begin and end · `joined`: int64 (W · bound,), of which entry each is · `entry`: the
-    same, and behind the last id W · bound · `ids`: int64 (W · bound,) · `row`: int32 (W · bound,), that of the output,
-    which is at the entry · `picked`: int64 (K,), which of them have the rows that go back."""
+    """What all ranks have sent, in the order of one process: feature by feature, and in these rank by rank. `edges`:
+    int64 (F + 1,), where features begin and end · `joined`: int64 (W · bound,), the entry of each id · `entry`: the
+    same, and W · bound behind the last id · `ids`: int64 (W · bound,) · `row`: int32 (W · bound,), the row of the
+    output, which is at the entry · `picked`: int64 (K,), which ids have the rows that go back."""
 
     edges: torch.Tensor
     joined: torch.Tensor
@@ -73,10 +73,10 @@ class Joined(NamedTuple):
 
 
 def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int, rows: int | None) -> Joined:
-    """Puts messages in order that have come, int64 (W · (F + bound),). `rows`: how many go back to each rank, if not
-    one for each entry. Does not synchronise."""
+    """Sorts received messages, int64 (W · (F + bound),). `rows`: how many go back to each rank, if not one for each
+    entry. Does not synchronise."""
     device, entries, pieces = values.device, ranks * bound, ranks * features
-    came = struct_type(PADDING, "Messages")(values=values.contiguous(), bound=bound, ranks=ranks, features=features)
+    messages = struct_type(PADDING, "Messages")(values=values.contiguous(), bound=bound, ranks=ranks, features=features)
     ends, shift, each = values.new_empty(pieces), values.new_empty(pieces), values.new_empty(ranks)
     edges, joined, entry, ids = (values.new_empty(n) for n in (features + 1, entries, entries, entries))
     row = torch.empty(entries, dtype=torch.int32, device=device)
@@ -84,12 +84,12 @@ def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int
     firsts: torch.Tensor | int = 0
     blocks = blocks_for(entries, THREADS)
     with on_device(device):
-        kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, came, ends, shift, edges, each)
+        kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, messages, ends, shift, edges, each)
         if rows is not None:
             is_first = torch.empty_like(row)
-            kernel(PADDING, "firsts_mark")(blocks, THREADS, came, each, is_first)
+            kernel(PADDING, "firsts_mark")(blocks, THREADS, messages, each, is_first)
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
         kernel(PADDING, "ids_join")(
-            blocks, THREADS, came, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
+            blocks, THREADS, messages, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
         )
     return Joined(edges, joined, entry, ids, row, picked)

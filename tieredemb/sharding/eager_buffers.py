@@ -1,15 +1,15 @@
-"""Buffers in each other's memory that eager forwards of ranks write rows and gradients to, and so send neither.
+"""Buffers in each other's memory: eager forwards of ranks write rows and gradients there instead of sending them.
 
-Each part whose tables are row-wise has two buffers for rows, which forwards use alternately, and one for gradients. A
-rank writes the rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of
-the last forward that used the same buffer. It writes gradients behind the barrier of their own forward: by then all
-ranks have updated their rows by the gradients that were in the buffer. So a forward has one barrier, behind its rows,
-and its backward has one.
+Each row-wise part has two buffers for rows, which forwards use alternately, and one for gradients. A rank writes the
+rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of the last forward
+that used the same buffer. It writes gradients behind the barrier of their own forward: by then all ranks have updated
+their rows by the gradients that were in the buffer. So a forward has one barrier, behind its rows, and its backward has
+one.
 
 One forward at a time owns the buffer for gradients: from its rows on, until its gradients, or those of a later forward,
-have been exchanged. The gradients of other forwards are sent. All ranks decide this alike, from what all of them know:
-the sizes that they have agreed on, and the order of forwards and of backward passes. Buffers are allocated once several
-forwards in a row have lacked them, and anew where forwards need larger ones.
+have been exchanged. The gradients of other forwards are sent. All ranks decide this alike, by what all of them know:
+the sizes on which they have agreed, and the order of forwards and of backward passes. Buffers are allocated once
+several forwards in a row have lacked them, and anew where forwards need larger ones.
 
 A forward that fails on one rank has no barrier. What other ranks have written for it may arrive late, and would then
 overwrite rows of the next forward, if that one exchanges blocks of another size. So the next forward sends its rows:
@@ -28,11 +28,11 @@ LACKING = 4  # forwards in a row without buffers, before these are allocated
 MORE = 8  # a buffer is larger than these forwards need by one part in so many
 SHARE = 0.25  # of the free memory of a GPU, for buffers at most
 MOST_VIEWS = 8  # of buffers, for forwards of other sizes, that are kept
-ALTERNATING = 2  # buffers for rows
+ALTERNATING = 2  # buffers for rows, used in turn
 
 
 class EagerBuffers:
-    """Those of the forwards of one collection. `is_off`: whether nothing is ever written there."""
+    """The buffers of one collection's forwards. `is_off`: whether nothing is ever written there."""
 
     def __init__(self, context: ShardedContext) -> None:
         self._context = context
@@ -59,8 +59,8 @@ class EagerBuffers:
         return 0 if self._memory is None else self._memory.bytes
 
     def prepare(self, bounds: Bounds) -> None:
-        """All ranks have agreed to an exchange of these `bounds`, before a forward. Allocates buffers where several
-        forwards in a row have lacked them. A collective; waits for the device where it allocates."""
+        """To be called once all ranks have agreed to an exchange of these `bounds`, before a forward. Allocates buffers
+        where several forwards in a row have lacked them. A collective; waits for the device where it allocates."""
         if self.is_off or not self._grows or self._owner is not None:
             return
         if self._fits(bounds):
@@ -76,7 +76,7 @@ class EagerBuffers:
         return bool(self._capacity) and all(
             bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
             for bound, capacity, (part, _) in each
-            if not part.is_whole
+            if not part.is_table_wise
         )
 
     def _allocate(self, bounds: Bounds) -> None:
@@ -86,11 +86,11 @@ class EagerBuffers:
         )
         specs = []
         for number, ((part, shard), bound) in enumerate(zip(self._context.parts, capacity, strict=True)):
-            if not part.is_whole:
+            if not part.is_table_wise:
                 specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
                 specs.append(BufferSpec.for_gradients(0, number, shard, bound))
         if self._memory is not None:
-            self._memory.follow()  # its last uses, on any stream, come before the barrier of the new one
+            self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         memory = SymmetricMemory(self._context, SHARE)
         allocated = memory.make(specs)
         if allocated is None:  # the buffers that there are stay
@@ -102,13 +102,13 @@ class EagerBuffers:
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
 
     def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
-        """Those of a forward whose exchange has these `bounds`: of each row-wise part, for as many rows from each rank
-        as it exchanges. None where they do not fit, or a forward has failed before. The current stream may write there
-        from now on."""
+        """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
+        each rank as it exchanges. None where they do not fit, or where a forward has failed before. The current stream
+        may write there from now on."""
         memory = self._memory
         if memory is None or self.is_off:
             return None
-        memory.follow()  # also before rows are sent
+        memory.wait_stream()  # also before rows are sent
         if not self._fits(bounds) or self._context.exchange.failures > self._failures:
             return None
         key = (bounds, self._next)
@@ -121,17 +121,17 @@ class EagerBuffers:
     def _view(self, bounds: Bounds) -> Sequence[PartBuffers | None]:
         each, rank, views = iter(self._allocated), self._context.exchange.rank, list[PartBuffers | None]()
         for (part, _), bound in zip(self._context.parts, bounds, strict=True):
-            if part.is_whole:
+            if part.is_table_wise:
                 views.append(None)
                 continue
             rows, grads = [next(each) for _ in range(ALTERNATING)][self._next], next(each)
             views.append(PartBuffers(rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)))
         return views
 
-    def follow(self) -> None:
-        """See `Barrier.follow`."""
+    def wait_stream(self) -> None:
+        """See `Barrier.wait_stream`."""
         assert self._memory is not None
-        self._memory.follow()
+        self._memory.wait_stream()
 
     def barrier(self) -> None:
         """See `SymmetricMemory.barrier`."""
@@ -163,7 +163,7 @@ class EagerBuffers:
         self._release(frees=frees)
 
     def _release(self, *, frees: bool) -> None:
-        """Releases the memory, which nothing here refers to any more: so it is freed where that is safe."""
+        """Releases the memory, to which nothing here refers any more: so it is freed where that is safe."""
         self._allocated = ()
         self._views.clear()
         if self._memory is not None:

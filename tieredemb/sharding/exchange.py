@@ -1,12 +1,13 @@
-"""What ranks send each other, by `torch.distributed`: rows, in the order of the ranks, and what they are about to do.
+"""The exchanges of ranks by `torch.distributed`: rows, in the order of the ranks, and headers of what ranks are about
+to do.
 
-Every exchange of a step is announced by a header of fixed size, so that ranks which do different things, or of which
-one has failed, learn of it from each other and all raise: nobody waits for what never comes, unless a rank calls
-nothing at all. Then the group's timeout ends the wait.
+Every exchange of a step is announced by a header of fixed size. So ranks that do different things, or of which one has
+failed, learn it from each other and all raise. If a rank calls nothing at all, the others wait for it until the group's
+timeout.
 
-Processes tell each other headers without GPUs, also where rows lie there: those of one host in memory that they share,
-others by gloo. So no header waits for a GPU, and a rank that has gone is noticed before NCCL would wait for it. Rows go
-from GPU to GPU by NCCL, or, in a group without it, through the hosts.
+Headers travel without GPUs, also where rows lie on GPUs: ranks of one host share memory for them, others use gloo. So
+no header waits for a GPU, and the end of a rank is noticed before NCCL would wait for it. Rows go from GPU to GPU by
+NCCL, or, in a group without it, through the hosts.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from tieredemb.config import Array
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
-from tieredemb.sharding.header import NO_COURSE, WORDS, Counts, Course, Header, Phase, Said
+from tieredemb.sharding.header import NO_FINGERPRINT, WORDS, Announcement, Counts, Header, Phase, UpdateFingerprint
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
 
-class Place(NamedTuple):
-    """Where a rank is: its host, and the UUID of its GPU. `shares`: the same of two processes of a host that can hand
-    each other memory."""
+class RankLocation(NamedTuple):
+    """Where a rank is: its host, and the UUID of its GPU. `shares`: equal for two processes of a host that can share
+    memory."""
 
     host: str
     gpu: str
@@ -51,20 +52,21 @@ class Place(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """Rows for other ranks, `given`, of which each is sent `sent`, and sends `received` itself, which come to `came`,
-    and from there to `out`."""
+    """Rows that are about to be exchanged. `given`: what is sent, `sent_sizes` rows to each rank · `received_sizes`:
+    rows from each · `received`: where the group puts these · `out`: where they go from there; the same tensor, unless
+    hosts send for GPUs."""
 
     given: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    came: torch.Tensor
+    sent_sizes: list[int]
+    received_sizes: list[int]
+    received: torch.Tensor
     out: torch.Tensor
 
 
 class Exchange:
-    """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
-    `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL · `sent`: the bytes
-    that others were sent, of each kind."""
+    """The collectives of one collection, over a process group of its own. `timeout`: how long a rank waits for another
+    · `has_nccl`: whether GPUs exchange their tensors by NCCL, as in the given group · `sent`: bytes sent to other
+    ranks, by kind."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -78,18 +80,18 @@ class Exchange:
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
-        problem = _problem_of(timeout)
+        problem = _timeout_problem(timeout)
         self.timeout = dist.default_pg_timeout if timeout is None or problem else timeout
         self._construction: Construction | None = Construction(group, ranks, self.rank, self.timeout)
         self._held: list[Any] = [self._construction.connect(problem)]
-        if not self.has_nccl:  # NCCL's is given up together, by close()
-            weakref.finalize(self, _give_up, self._held)
+        if not self.has_nccl:  # those of NCCL end together on all ranks, by close()
+            weakref.finalize(self, _destroy_group, self._held)
         self._broken = ""
-        self.failures = 0  # that all ranks know of
-        self._has_told = False
+        self.failures = 0  # errors that all ranks know of
+        self._has_announced = False
         self._mailbox: Mailbox | None = None  # of ranks of one host
-        self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
-        self._device: torch.device | None = None  # the GPU here, likewise
+        self.locations: Sequence[RankLocation] = ()  # of each rank, where GPUs exchange by NCCL
+        self._device: torch.device | None = None  # the GPU of this rank, in the same case
         self.sent = self._tally = Counter[str]()
         self._wait_seconds = 0.0
 
@@ -99,7 +101,7 @@ class Exchange:
 
     @property
     def group(self) -> Any:
-        """That of its own. Raises `PeerError` where it was given up."""
+        """The process group. Raises `PeerError` where it was destroyed."""
         if not self._held:
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
         return self._held[0]
@@ -113,28 +115,30 @@ class Exchange:
         flag: int = 0,
         error: BaseException | None = None,
         meanwhile: Callable[[], object] | None = None,
-        course: Course = NO_COURSE,
+        fingerprint: UpdateFingerprint = NO_FINGERPRINT,
     ) -> Header:
-        """Tells all ranks what this one is about to do, and for which step, `number`; and `counts` of its batch. Raises
-        on every rank alike where one has met an `error`, or does something else, or is on another `course`.
-        `meanwhile`: what this rank does before it waits for the others, who take it for done: a rank that fails in it
-        leaves the group. Does not wait for a GPU."""
+        """Announces to all ranks what this one is about to do, as its call `number`, and the `counts` of its batch;
+        returns what all have announced. Raises on all ranks alike where one has met an `error`, does something else, or
+        has another `fingerprint`. `meanwhile`: called before this rank waits for the others, who assume that it
+        succeeds: a rank that fails in it leaves the group. Does not wait for a GPU."""
         self._check(error)
-        words = [phase, number, error is not None, course.before, course.next, flag]
-        with self.agreed():
-            theirs = self._tell_all(phase, words, counts, meanwhile)
-            while Phase.BUSY in [its[0] for its in theirs]:
-                theirs = self._tell_all(phase, words, counts)
-        told = [its[: WORDS - 1] for its in theirs]
-        if error is not None or told.count(told[0]) < len(told):
-            self._check_told([Said(*each) for each in told], error, course)
-        return Header([its[WORDS:] for its in theirs], [its[WORDS - 1] for its in theirs])
+        words = [phase, number, error is not None, fingerprint.before, fingerprint.next, flag]
+        with self.leaving_on_error():
+            theirs = self._exchange_headers(phase, words, counts, meanwhile)
+            while Phase.BUSY in [words_of_rank[0] for words_of_rank in theirs]:
+                theirs = self._exchange_headers(phase, words, counts)
+        announced = [words_of_rank[: WORDS - 1] for words_of_rank in theirs]
+        if error is not None or announced.count(announced[0]) < len(announced):
+            self._check_announced([Announcement(*each) for each in announced], error, fingerprint)
+        return Header(
+            [words_of_rank[WORDS:] for words_of_rank in theirs], [words_of_rank[WORDS - 1] for words_of_rank in theirs]
+        )
 
     def wait_for(self, done: torch.cuda.Event, counts: Counts) -> None:
-        """Waits for a GPU, before a header of as many `counts`. It may wait for a rank that has gone: so while it is
-        busy for long all ranks tell each other now and then that they are there, those that have something to announce
-        by that. Raises `PeerError` where one has gone, or where it takes longer than ranks wait for each other, which
-        leaves the group then."""
+        """Waits for a GPU, before a header with as many `counts`. The GPU may be waiting for a rank that has ended. So
+        while it is busy for long, ranks send each other headers, those that have something to announce by that. Raises
+        `PeerError` where a rank has ended, or where this takes longer than the timeout; then this rank leaves the
+        group."""
         timeout = self.timeout.total_seconds()
         deadline = monotonic() + timeout
         while not is_over(done, min(PATIENCE, timeout / 4)):
@@ -142,69 +146,72 @@ class Exchange:
             if monotonic() > deadline:
                 error = self._broken_by(
                     f"the GPU of rank {self.rank} was still busy after {timeout:g} s (timeout=), "
-                    f"with what it is to do before the ranks tell each other anything: it may wait for an exchange of "
+                    f"with work that has to end before the ranks' next exchange: it may wait for an exchange of "
                     f"your own, or of DistributedDataParallel, in which another rank takes no part. Start all of them "
                     f"again from the last checkpoint"
                 )
-                _give_up(self._held)
+                _destroy_group(self._held)
                 raise error
-            with self.agreed():
-                self._tell_all(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+            with self.leaving_on_error():
+                self._exchange_headers(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
-    def _tell_all(
+    def _exchange_headers(
         self, phase: Phase, words: Sequence[int], counts: Counts, meanwhile: Callable[[], object] | None = None
     ) -> list[list[int]]:
-        """Tells all ranks; returns what they tell: of each the words of `Said`, its flag, and those of its counts.
-        Waits for them."""
+        """Sends a header to all ranks, and waits for theirs; returns of each the words of `Announcement`, its flag, and
+        those of its counts."""
         with _Answered(self, phase):
-            mine = self._say(words, counts, phase)
+            mine = self._send_header(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
         begin = monotonic()
         with _Answered(self, phase):
-            theirs: list[list[int]] = self._received(mine).tolist()
+            theirs: list[list[int]] = self._receive_headers(mine).tolist()
         self._wait_seconds += monotonic() - begin
         return theirs
 
-    def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
-        """Raises what one rank has met, or that they do different things. All of them ask."""
-        if any(each.failed for each in told):
+    def _check_announced(
+        self, announced: Sequence[Announcement], error: BaseException | None, fingerprint: UpdateFingerprint
+    ) -> None:
+        """Raises the error of one rank, or that ranks do different things. Called on all ranks."""
+        if any(each.failed for each in announced):
             self._raise(error)
-        if len({(each.phase, each.number) for each in told}) > 1:
-            said = ", ".join(
-                f"rank {rank} {Phase(each.phase).told} (its call {each.number})" for rank, each in enumerate(told)
+        if len({(each.phase, each.number) for each in announced}) > 1:
+            described = ", ".join(
+                f"rank {rank} {Phase(each.phase).description} (its call {each.number})"
+                for rank, each in enumerate(announced)
             )
             planning = ""
-            if any(each.phase == Phase.PLAN for each in told):
+            if any(each.phase == Phase.PLAN for each in announced):
                 planning = (
                     ". A loader that ends before those of others does this, and so does a prefetch() whose first batch "
                     "has no samples, as it learns from that where the ids are; name them with ids_of"
                 )
             raise self._broken_by(
-                f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
-                f"many batches in the same order, to plan them ahead alike, and between the same ones to read and "
+                f"the ranks do different things: {described}; each rank has to look up, and to run backward through, "
+                f"as many batches in the same order, to plan them ahead alike, and between the same ones to read and "
                 f"write whole tables, or a norm of their gradients{planning}"
             )
-        if len({each.before for each in told}) > 1 or len({each.next for each in told if each.next}) > 1:
-            mine: dict[str, object] = {}
-            with contextlib.suppress(Exception):  # of a GPU, say, for which others are not to wait
-                mine = course.told()
-            found = self.every(mine)
-            other = _other(found) if all(found) else "what updates the rows differs between the ranks"
-            if not other:  # but for what is rounded
+        if len({each.before for each in announced}) > 1 or len({each.next for each in announced if each.next}) > 1:
+            own_values: dict[str, object] = {}
+            with contextlib.suppress(Exception):  # of a GPU, say: the others must not wait for this rank
+                own_values = fingerprint.describe()
+            found = self.all_gather_object(own_values)
+            difference = _difference(found) if all(found) else "what updates the rows differs between the ranks"
+            if not difference:  # they differ by rounding alone
                 return
             raise self._broken_by(
-                f"{other}; each rank has to take the same steps, by the same options: a scheduler that goes by a loss "
-                f"or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table are "
-                f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
+                f"{difference}; each rank has to take the same steps, by the same options: a scheduler that goes by a "
+                f"loss or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table "
+                f"are not of one model any more, or would not be: start all ranks again from the last checkpoint"
             )
 
-    def _say(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
-        """Tells the ranks of this host, and returns, int64 (words,), what this rank tells; others are told where theirs
-        is received."""
+    def _send_header(self, words: Sequence[int], counts: Counts, phase: Phase) -> Array:
+        """Sends the header to the ranks of this host; others are sent it where theirs is received. Returns it, int64
+        (words,)."""
         mine = np.array([*words, *counts.words], np.int64)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_announced:
+            self._has_announced = True
             begin = monotonic()
             self._mailbox = self._open_mailbox(len(mine), phase)
             self._wait_seconds += monotonic() - begin
@@ -212,8 +219,8 @@ class Exchange:
             self._mailbox.send(mine)
         return mine
 
-    def _received(self, mine: Array) -> Array:
-        """What all ranks tell, int64 (W, words)."""
+    def _receive_headers(self, mine: Array) -> Array:
+        """The headers of all ranks, int64 (W, words)."""
         if self._mailbox is not None:
             return self._mailbox.receive()
         theirs = torch.empty((self.size, len(mine)), dtype=torch.int64, device="cpu")
@@ -221,9 +228,9 @@ class Exchange:
         return theirs.numpy()
 
     def _open_mailbox(self, words: int, phase: Phase) -> Mailbox | None:
-        """Of all ranks alike: None where they are on several hosts, or share no memory."""
+        """On all ranks alike: None where they are on several hosts, or cannot share memory."""
         place = f"{socket.gethostname()} {_shared_by_processes()}" if shares_memory() else uuid.uuid4().hex
-        box = open_box(self.size, words, self.rank, place, lambda value: self.every(value, phase))
+        box = open_box(self.size, words, self.rank, place, lambda value: self.all_gather_object(value, phase))
         if box is None:
             return None
         mailbox = Mailbox(box, self.rank, Connections(self.group, range(self.size)), self.timeout)
@@ -231,22 +238,22 @@ class Exchange:
         return mailbox
 
     def unanswered(self, phase: Phase, error: RuntimeError) -> PeerError:
-        """The error of a wait that another rank did not end, as `error` says, of gloo and of NCCL alike, an aborted
-        communicator's too; nothing is exchanged any more."""
-        if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
-            traceback.clear_frames(error.__traceback__)  # which have the group, too
-            _give_up(self._held)
+        """The error of a wait that another rank did not end, as `error` says, by gloo or NCCL, or by a communicator
+        that was aborted. Nothing is exchanged any more."""
+        if not self.has_nccl:  # a rank that all have answered would wait for this one; groups of NCCL end together
+            traceback.clear_frames(error.__traceback__)  # which refer to the group, too
+            _destroy_group(self._held)
         ended = [] if self._construction is None else self._construction.ended()
         other = named(ended) if ended else "another rank"
         return self._broken_by(
-            f"rank {self.rank} {phase.told}, and {other} did not: it has ended, was interrupted where "
+            f"rank {self.rank} {phase.description}, and {other} did not: it has ended, was interrupted where "
             f"ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s (timeout=). "
             f"Each rank has to take part; start all of them again from the last checkpoint"
         )
 
     def _broken_by(self, reason: str) -> PeerError:
-        """The error; nothing is exchanged any more, as messages of before may be on their way, and no GPU waits for
-        another."""
+        """The error for `reason`. Nothing is exchanged any more, as earlier messages may still be on their way, and no
+        GPU waits for another."""
         self._broken = self._broken or reason
         self.failures += 1
         if self._device is not None:
@@ -254,12 +261,12 @@ class Exchange:
         return PeerError(reason)
 
     def _check(self, error: BaseException | None = None) -> None:
-        """Raises `PeerError` where nothing is exchanged any more, an `error` which has said so by itself."""
+        """Raises `PeerError` where nothing is exchanged any more; a `PeerError` of the caller itself, if it has one."""
         if self._broken:
             if isinstance(error, PeerError):
                 raise error
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
-        if not self._is_there():
+        if not self._has_group():
             self._broken = (
                 "torch.distributed.destroy_process_group() came before this call, and nothing can be exchanged since; "
                 "call it after the last use of the module, and close() the module before it"
@@ -267,23 +274,23 @@ class Exchange:
             self.failures += 1
             raise PeerError(self._broken)
 
-    def _is_there(self) -> bool:
-        """Whether the group was not destroyed with all others."""
+    def _has_group(self) -> bool:
+        """Whether the group exists, as `destroy_process_group()` may have ended it with all others."""
         return bool(self._held) and _is_known(self.group)
 
     def close(self) -> None:
-        """Gives up the group."""
+        """Destroys the group."""
         if not self._broken:
             self._broken = "the module was closed"
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def agree_to_construct(self, error: Exception | None, what: dict[str, str]) -> None:
-        """Waits until all ranks have checked what they were given, or have met an `error`; then see `agree`. Raises
+        """Waits until all ranks have checked their arguments, or have met an `error`; then see `agree`. Raises
         `PeerError` where one has ended meanwhile."""
         self._construct(Stage.CHECKED, error, what)
 
     def end_construction(self, error: Exception | None, what: dict[str, str]) -> None:
-        """The same once all have built what they hold."""
+        """The same once all ranks have built what they hold."""
         self._construct(Stage.BUILT, error, what)
         self._construction = None
 
@@ -296,8 +303,8 @@ class Exchange:
         self.agree(error, what, Phase.CONSTRUCT)
 
     def of_all(self, value: Any) -> list[Any]:
-        """The `value` of every rank amid a construction, on every rank."""
-        return self.every(value, Phase.CONSTRUCT)
+        """The `value` of every rank during a construction, on every rank."""
+        return self.all_gather_object(value, Phase.CONSTRUCT)
 
     def leave(self, error: BaseException) -> None:
         """Leaves the group, as the construction has met an `error`; ranks that wait for this one raise `PeerError`."""
@@ -305,20 +312,20 @@ class Exchange:
             self._construction.leave(error)
         self._construction = None
         self._broken = self._broken or "its construction has failed"
-        # the end of a communicator that NCCL has connected already would wait for a rank that has ended
+        # to destroy a communicator that NCCL has connected would wait for the rank that has ended
         is_connected = self.has_nccl and bool(self._held) and self.group.bound_device_id is not None
         if not (is_connected and isinstance(error, PeerError)):
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def _raise(self, error: BaseException | None, phase: Phase = Phase.WHOLE) -> None:
-        """Raises the error of the first rank that has met one, on all of them."""
+        """Raises, on all ranks, the error of the first that has met one."""
         self.failures += 1
         if self.size == 1 and error is not None:
             raise error
-        told = None if error is None else (type(error).__name__, str(error))
-        found = self.every(told, phase)
+        mine = None if error is None else (type(error).__name__, str(error))
+        found = self.all_gather_object(mine, phase)
         met = [(rank, *each) for rank, each in enumerate(found) if each is not None]
-        # what a rank has met itself says more than what it knows of others
+        # a rank's own error says more than a PeerError about others
         rank, kind, text = next((each for each in met if each[1] != PeerError.__name__), met[0])
         known = getattr(errors, kind, None)
         if isinstance(known, type) and issubclass(known, TieredEmbError):
@@ -326,46 +333,46 @@ class Exchange:
         raise PeerError(f"rank {rank}: {kind}: {text}") from error
 
     @staticmethod
-    def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
-        """For rows as `values` (·, …), `received` of them from each rank."""
-        return torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+    def receive_buffer(values: torch.Tensor, received_sizes: Sequence[int]) -> torch.Tensor:
+        """An empty tensor for rows like `values` (·, …), `received_sizes` from each rank."""
+        return torch.empty((sum(received_sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
 
-    def sending(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Sending:
-        """What is to be sent of `values` (N, …): the first `sent[0]` rows to rank 0, the next to rank 1, …; and room
-        for as many as each sends, `received`. Who makes it before all agree to send does not find memory short while
-        others wait. From a GPU without NCCL it waits for what it sends. Where `sent` is empty, as it is on all ranks
-        then, the values stay here."""
-        if not sent:
+    def sending(self, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Sending:
+        """Prepares to send `values` (N, …), the first `sent_sizes[0]` rows to rank 0, the next to rank 1, …; allocates
+        memory for `received_sizes` rows from each. If this is done before the ranks agree to send, no rank runs out of
+        memory while others wait. From a GPU without NCCL it waits for the values. Where `sent_sizes` is empty, as it is
+        on all ranks then, the values stay here."""
+        if not sent_sizes:
             return Sending(values, [], [], values, values)
-        return self.sending_to(self.room(values, received), values, sent, received)
+        return self.sending_to(self.receive_buffer(values, received_sizes), values, sent_sizes, received_sizes)
 
     def sending_to(
-        self, out: torch.Tensor, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+        self, out: torch.Tensor, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
     ) -> Sending:
-        """The same, where there is room: `out`."""
+        """The same, with memory for what is received: `out`."""
         given = self._sendable(values)
-        came = out if given.device == out.device else _pinned(out.shape, out.dtype)
-        return Sending(given, list(sent), list(received), came, out)
+        received = out if given.device == out.device else _pinned(out.shape, out.dtype)
+        return Sending(given, list(sent_sizes), list(received_sizes), received, out)
 
     def send(self, sending: Sending, kind: str = "") -> torch.Tensor:
-        """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
-        NCCL the current stream waits for them, and not the host. `kind`: what it counts as, if it does."""
-        given, sent, received, came, out = sending
-        if not sent:
+        """Sends; returns the received rows, in the order of the ranks, on the device of the sent ones. By NCCL the
+        current stream waits for them, and the host does not. `kind`: what they are counted as, if at all."""
+        given, sent_sizes, received_sizes, received, out = sending
+        if not sent_sizes:
             return out
         with _Answered(self, Phase.ROWS):
-            dist.all_to_all_single(came, given, received, sent, group=self.group)
+            dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
         if kind:
-            self.count(kind, given, sum(sent) - sent[self.rank])
-        return out if came is out else out.copy_(came, non_blocking=True)
+            self.count(kind, given, sum(sent_sizes) - sent_sizes[self.rank])
+        return out if received is out else out.copy_(received, non_blocking=True)
 
     def count(self, kind: str, values: torch.Tensor, sent: int) -> None:
-        """Counts that other ranks were `sent` so many of such `values`, (·, …)."""
+        """Counts that `sent` rows of such `values`, (·, …), were sent to other ranks."""
         self._tally[kind] += sent * values.element_size() * math.prod(values.shape[1:])
 
     @contextlib.contextmanager
     def counting_replays(self) -> Iterator[Callable[[], object]]:
-        """What is sent inside is captured, and counted each time that what this yields is called."""
+        """What is sent inside is captured. It is counted whenever the function that this yields is called."""
         self._tally = Counter()
         try:
             yield functools.partial(self.sent.update, self._tally)
@@ -373,40 +380,46 @@ class Exchange:
             self._tally = self.sent
 
     def joined(
-        self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
+        self,
+        values: Sequence[torch.Tensor],
+        sent_sizes: Sequence[Sequence[int]],
+        received_sizes: Sequence[Sequence[int]],
     ) -> list[torch.Tensor]:
-        """Sends several `values` (·, …) of ids in one exchange; `sent`, `received`: of each. What came of each."""
-        given, to_each = self.packed(values, sent)
-        came = self.send(self.sending(given, to_each, [*map(sum, zip(*received, strict=True))]), IDS)
-        return self.unpacked(came, received)
+        """Exchanges several `values` (·, …) of ids at once; `sent_sizes`, `received_sizes`: of each. Returns what is
+        received of each."""
+        given, to_each = self.packed(values, sent_sizes)
+        received = self.send(self.sending(given, to_each, [*map(sum, zip(*received_sizes, strict=True))]), IDS)
+        return self.unpacked(received, received_sizes)
 
-    def packed(self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
-        """Several `values` as they are sent in one exchange, and how many each rank is sent then."""
+    def packed(
+        self, values: Sequence[torch.Tensor], sent_sizes: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Several `values` as they are sent in one exchange, and how many each rank is sent."""
         if len(values) == 1:
-            return values[0], list(sent[0])
-        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]
+            return values[0], list(sent_sizes[0])
+        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent_sizes, strict=True)]
         given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
-        return given, [*map(sum, zip(*sent, strict=True))]
+        return given, [*map(sum, zip(*sent_sizes, strict=True))]
 
-    def unpacked(self, came: torch.Tensor, received: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """What came of each of them."""
-        if len(received) == 1:
-            return [came]
-        parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])
-        return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
+    def unpacked(self, received: torch.Tensor, received_sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What was received of each of them."""
+        if len(received_sizes) == 1:
+            return [received]
+        parts = torch.split(received, [its[rank] for rank in range(self.size) for its in received_sizes])
+        return [torch.cat(parts[k :: len(received_sizes)]) for k in range(len(received_sizes))]
 
     @property
     def is_broken(self) -> bool:
         """Whether nothing is exchanged any more."""
         return bool(self._broken)
 
-    def agreed(self) -> contextlib.AbstractContextManager[None]:
-        """What follows an agreement to exchange something, up to that, and the messages of a header. A rank that fails
-        in between, or is interrupted, leaves the group: so the others, which do exchange, learn that it will not, and
-        need not wait for their timeout."""
-        return _Agreed(self)
+    def leaving_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """A context between an agreement to exchange something and the exchange, or around a header. A rank that fails
+        inside, or is interrupted, leaves the group. So the others, which do exchange, learn that it will not, and need
+        not wait for their timeout."""
+        return _LeavingOnError(self)
 
-    def leave_amid(self, error: BaseException) -> None:
+    def leave_during_exchange(self, error: BaseException) -> None:
         """Leaves the group, as this rank has met an `error` where the others exchange something."""
         try:
             self._broken_by(
@@ -414,15 +427,15 @@ class Exchange:
                 f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
             )
         finally:
-            _give_up(self._held)
+            _destroy_group(self._held)
 
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:
-        """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""
+        """The `values` where the group can send them: from a GPU without NCCL in host memory, for which it waits."""
         if not values.is_cuda or self.has_nccl:
             return values.contiguous()
         return _pinned(values.shape, values.dtype).copy_(values)
 
-    def all(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """The `values` (…) of every rank, (W, …), on every rank."""
         given = self._sendable(values)
         found = [torch.empty_like(given) for _ in range(self.size)]
@@ -430,14 +443,14 @@ class Exchange:
             dist.all_gather(found, given, group=self.group)
         return torch.stack(found).to(values.device)
 
-    def every(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
+    def all_gather_object(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
         """The `value` of every rank, on every rank."""
         found: list[Any] = [None] * self.size
         with _Answered(self, phase):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def told(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The `value` of rank 0, on every rank."""
         found = [value]
         with _Answered(self, Phase.WHOLE):
@@ -445,26 +458,26 @@ class Exchange:
         return found[0]
 
     def agree(self, error: Exception | None, what: dict[str, str], phase: Phase = Phase.WHOLE) -> None:
-        """Raises on all ranks what one has met, or `ConfigError` where they were given different things, `what`."""
-        found = self.every((error is not None, what), phase)
+        """Raises on all ranks the error of one, or `ConfigError` where they were given different things, `what`."""
+        found = self.all_gather_object((error is not None, what), phase)
         if any(failed for failed, _ in found):
             self._raise(error, phase)
-        other = _other([each for _, each in found])
-        if other:
-            raise ConfigError(f"{other}; give the same on all of them")
+        difference = _difference([each for _, each in found])
+        if difference:
+            raise ConfigError(f"{difference}; give the same on all of them")
 
     def check_device(self, device: torch.device) -> None:
-        """Notes where the ranks' GPUs are. Raises `ConfigError` on all of them where two are on one, which NCCL takes
-        for a mistake."""
+        """Notes where the ranks' GPUs are. Raises `ConfigError` on all ranks where two share a GPU, which NCCL
+        refuses."""
         if device.type != "cuda" or not self.has_nccl:
             return
         self._device = device
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        place = Place(socket.gethostname(), gpu, _shared_by_processes())
-        self.places = self.every(place, Phase.CONSTRUCT)
+        location = RankLocation(socket.gethostname(), gpu, _shared_by_processes())
+        self.locations = self.all_gather_object(location, Phase.CONSTRUCT)
         ranks: dict[tuple[str, str], int] = {}
-        for rank, where in enumerate(self.places):
-            other = ranks.setdefault((where.host, where.gpu), rank)
+        for rank, location_of_rank in enumerate(self.locations):
+            other = ranks.setdefault((location_of_rank.host, location_of_rank.gpu), rank)
             if other != rank:
                 raise ConfigError(
                     f"ranks {other} and {rank} are on the same GPU, which NCCL does not take; call "
@@ -480,11 +493,11 @@ class Exchange:
         return found
 
 
-# A step enters some twenty of these, which are classes as generators take almost three times as long.
+# Classes, as a step enters some twenty of these, and generators take almost three times as long.
 
 
 class _Answered(contextlib.AbstractContextManager[None]):
-    """Says what it means that a rank has not answered in time, or has gone."""
+    """Turns the error of a rank that did not answer in time, or has ended, into a `PeerError`."""
 
     __slots__ = ("_exchange", "_phase")
 
@@ -496,8 +509,8 @@ class _Answered(contextlib.AbstractContextManager[None]):
             raise self._exchange.unanswered(self._phase, error) from error
 
 
-class _Agreed(contextlib.AbstractContextManager[None]):
-    """See `Exchange.agreed`."""
+class _LeavingOnError(contextlib.AbstractContextManager[None]):
+    """See `Exchange.leaving_on_error`."""
 
     __slots__ = ("_exchange",)
 
@@ -506,52 +519,52 @@ class _Agreed(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, PeerError):
-            self._exchange.leave_amid(error)
+            self._exchange.leave_during_exchange(error)
 
 
-def _other(found: Sequence[Mapping[str, object]]) -> str:
-    """What one rank says otherwise than rank 0, of what each says by name."""
-    for rank, theirs in enumerate(found):
-        for name, value in found[0].items():
-            if not are_alike(theirs.get(name), value):
-                return f"{name} differs between the ranks: {value} on rank 0, {theirs.get(name)} on rank {rank}"
+def _difference(values_of_ranks: Sequence[Mapping[str, object]]) -> str:
+    """The first value that a rank has otherwise than rank 0, in words; each rank has values by name."""
+    for rank, values in enumerate(values_of_ranks):
+        for name, value in values_of_ranks[0].items():
+            if not are_alike(values.get(name), value):
+                return f"{name} differs between the ranks: {value} on rank 0, {values.get(name)} on rank {rank}"
     return ""
 
 
-def _problem_of(timeout: Any) -> str:
-    """What is wrong with it, or nothing."""
+def _timeout_problem(timeout: Any) -> str:
+    """What is wrong with a timeout, or ""."""
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return ""
     return f"timeout must be a datetime.timedelta of more than 0 s, or None, got {shown(timeout)}"
 
 
 def shares_memory() -> bool:
-    """Whether ranks of one host may write into each other's memory, by the environment."""
+    """Whether the environment lets ranks of one host write into each other's memory."""
     return os.environ.get("TIEREDEMB_PEER_MEMORY", "1") not in ("", "0")
 
 
 def _shared_by_processes() -> str:
-    """The PID namespace and the temporary directory: torch hands memory over through sockets there, which PIDs name.
+    """The PID namespace and the temporary directory: torch shares memory through sockets there, which PIDs name.
     Containers of one host may differ in either."""
     try:
         where = os.stat(tempfile.gettempdir())
         return f"{os.readlink('/proc/self/ns/pid')} {where.st_dev}:{where.st_ino}"
     except OSError:
-        return uuid.uuid4().hex  # nothing
+        return uuid.uuid4().hex  # shared with none
 
 
 def _is_known(group: Any) -> bool:
-    """Whether it was not destroyed yet."""
+    """Whether a group was not destroyed yet."""
     try:
         return dist.is_initialized() and len(dist.get_process_group_ranks(group)) > 0
-    except (KeyError, ValueError):  # of a world of before
+    except (KeyError, ValueError):  # of an earlier world
         return False
 
 
-def _give_up(held: list[Any]) -> None:
-    """Ends a group that one of our own holds, first, with what is under way in it, and its threads with the last
-    reference. One of gloo's may be about to drop tensors of the last exchange: if the interpreter ends meanwhile, it
-    aborts the process."""
+def _destroy_group(held: list[Any]) -> None:
+    """Destroys the group that `held` begins with, after what uses it, and lets its threads end with the last reference.
+    A thread of gloo may be about to drop tensors of the last exchange: if the interpreter ends meanwhile, it aborts the
+    process."""
     if held:
         group, *under_way = held
         held.clear()

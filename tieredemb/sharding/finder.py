@@ -1,4 +1,4 @@
-"""What finds bags on the device where they are, and records there how they are found."""
+"""The functions that find bags on the device where they are, and that record how."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> CountingFinder:
-    """What finds the bags of `parts`, on the device of `config`, that of the whole tables."""
+    """Finds the bags of `parts`, on the device of `config`, the config of the whole tables."""
     if config.device.type == "cuda":
         from tieredemb.sharding.gpu_bags import GpuFinder
 
@@ -26,7 +26,7 @@ def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) ->
 
 
 def recorded_requests(context: ShardedContext, finder: CountingFinder) -> RecordedRequests | None:
-    """What forwards of the context record of what `finder` finds, on a GPU."""
+    """Records how forwards find bags by `finder`, on a GPU; None on a CPU."""
     if context.device.type != "cuda":
         return None
     from tieredemb.sharding.gpu_bags import GpuFinder

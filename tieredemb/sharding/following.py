@@ -1,7 +1,7 @@
-"""Tables of several ranks that follow a torch optimizer, on each rank its own: all of them, or none on any rank.
+"""Sharded tables that follow a torch optimizer, on each rank its own: on all ranks, or on none.
 
-Each width follows by itself, and what the optimizer saves and loads of all of them goes through one follower more, as
-every rank takes part in it.
+Each width follows by itself. One more follower saves and loads the optimizer state of all widths, as every rank takes
+part in that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
 
 class Following:
-    """What the tables of all `states` follow, and how its state dict comes by theirs; see `Follower`."""
+    """Has the tables of all `states` follow an optimizer, and its state dict hold their state; see `Follower`."""
 
     def __init__(self, states: RowStates) -> None:
         self._states = states
@@ -50,7 +50,7 @@ class Following:
                 "in_state_dict": repr(in_state_dict),
             },
         )
-        before = _Before(optimizer, [each.engine.optimizer for each in states.shards])
+        before = _Snapshot(optimizer, [each.engine.optimizer for each in states.shards])
         try:
             agreed(announce, lambda: self._begin(optimizer, group))
         except BaseException:
@@ -63,18 +63,18 @@ class Following:
         self._optimizer, self.in_state_dict = optimizer, in_state_dict
 
     def _check(self, optimizer: torch.optim.Optimizer, group: GroupChoice) -> tuple[int, OptimizerConfig]:
-        """The param group, and what it means; raises what can be known before anything changes."""
+        """The param group, and the config that it means; raises what can be known before anything changes."""
         found = [each.engine.check_follow(optimizer, group=group) for each in self._states.shards]
         return found[0]
 
     def _begin(self, optimizer: torch.optim.Optimizer, group: GroupChoice) -> None:
-        followers_of(optimizer).add(self)  # before those of each width, which leave the tables' state out
+        followers_of(optimizer).add(self)  # before the followers of each width, which leave the tables' state out
         for each in self._states.shards:
             each.engine.follow(optimizer, group=group, in_state_dict=False)
         self._order(optimizer)
 
     def _order(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts their parameters into the order of the tables, as those of one process are."""
+        """Sorts the tables' parameters by table, as those of one process are."""
         by_table = dict(self._table_parameters())
         for group in optimizer.param_groups:
             params = group["params"]
@@ -89,7 +89,7 @@ class Following:
                     names[at] = named[id(by_table[table])]
 
     def _followed(self) -> Iterator[tuple[list[int], FollowedOptimizer]]:
-        """What each width follows, and its tables' numbers in the collection."""
+        """The optimizer of each width, and its tables' numbers in the collection."""
         for shard in self._states.shards:
             if isinstance(shard.engine.optimizer, FollowedOptimizer):
                 yield shard.tables, shard.engine.optimizer
@@ -98,7 +98,7 @@ class Following:
         for tables, followed in self._followed():
             yield from zip(tables, followed.table_parameters, strict=True)
 
-    # --- steps: those of each width are told of by themselves -------------------------------------------------------
+    # --- steps: the followers of each width do these by themselves --------------------------------------------------
 
     def check_options_now(self) -> None:
         """See `Follower`."""
@@ -109,12 +109,12 @@ class Following:
         return ()
 
     def step(self, others: Sequence[Any]) -> None:
-        """See `Follower`. It is never due."""
+        """See `Follower`. It has nothing to do."""
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
-        """Group and position of each table's parameter, by the table."""
+        """Group and position of each table's parameter, by table."""
         found = {}
         for tables, followed in self._followed():
             for number, g, at in followed.numbered(groups):
@@ -122,13 +122,13 @@ class Following:
         return dict(sorted(found.items()))
 
     def _config(self) -> OptimizerConfig:
-        """What the rows of all widths are laid out for."""
+        """The config for which the rows of all widths are laid out."""
         config = next(followed for _, followed in self._followed()).config
         assert config is not None
         return config
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See `Follower`: those of all ranks on rank 0, none on the others. A collective."""
+        """See `Follower`: adds the state of all ranks on rank 0, none on the others. A collective."""
         refuse_names()
         if not self.in_state_dict or self._optimizer is None:
             return state_dict
@@ -148,7 +148,7 @@ class Following:
         return {**state_dict, "state": state, **(self._states.elsewhere() if is_there else {})}
 
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """See `Follower`: checked on all ranks. A collective."""
+        """See `Follower`: checks on all ranks. A collective."""
         self._loading = None
         if not self.in_state_dict or self._optimizer is None:
             return None
@@ -160,12 +160,12 @@ class Following:
             assert self._optimizer is not None
             groups, saved = self._optimizer.param_groups, groups_of(state_dict)
             state.update(state_of(state_dict))
-            sizes, its = ([len(each["params"]) for each in found] for found in (groups, saved))
-            if sizes != its:
+            sizes, saved_sizes = ([len(each["params"]) for each in found] for found in (groups, saved))
+            if sizes != saved_sizes:
                 raise InvalidInputError(
-                    f"the state dict is of param groups of {its} params, and this optimizer has {sizes}: it doesn't "
-                    f"match the size; load one of an optimizer that has the same params in the same order, tables "
-                    f"behind those that it was built over"
+                    f"the state dict is of param groups of {saved_sizes} params, and this optimizer has {sizes}: it "
+                    f"doesn't match the size; load one of an optimizer that has the same params in the same order, "
+                    f"tables behind those that it was built over"
                 )
             for table, (g, at) in self._places(groups).items():
                 for _, followed in self._followed():
@@ -186,20 +186,20 @@ class Following:
             self._states.set(loading, lambda: None)
 
 
-class _Before:
-    """What an optimizer had before tables began to follow it, and whether they did already."""
+class _Snapshot:
+    """An optimizer before tables begin to follow it, and whether they did already."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, those: Sequence[Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, optimizers: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._lists = [
             {name: list(group[name]) for name in ("params", "param_names") if name in group}
             for group in optimizer.param_groups
         ]
-        self._did = [getattr(each, "optimizer", None) is optimizer for each in those]
+        self._was_followed = [getattr(each, "optimizer", None) is optimizer for each in optimizers]
 
-    def restore(self, those: Sequence[Any]) -> None:
-        for did, each in zip(self._did, those, strict=True):
-            if not did and getattr(each, "optimizer", None) is self._optimizer:
+    def restore(self, optimizers: Sequence[Any]) -> None:
+        for was_followed, each in zip(self._was_followed, optimizers, strict=True):
+            if not was_followed and getattr(each, "optimizer", None) is self._optimizer:
                 each.unfollow()
         for group, lists in zip(self._optimizer.param_groups, self._lists, strict=True):
             for name, values in lists.items():

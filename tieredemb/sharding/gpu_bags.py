@@ -1,7 +1,7 @@
-"""The side of a lookup on a GPU where the bags are: the twin of `host_bags`.
+"""The bags of a lookup on the GPU of the rank that requests it: the twin of `host_bags`.
 
-Before ids are exchanged the host has to know how many are requested of any rank at most, or whether they fit a size
-that the ranks know already. So it waits once for each batch, and learns in the same copy whether an id or an offset is
+Before ranks exchange ids, the host has to know the most that it requests from any rank, or whether that fits a size on
+which the ranks have agreed. So it waits once for each batch, and reads in the same copy whether an id or an offset is
 wrong.
 """
 
@@ -41,9 +41,9 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
-from tieredemb.sharding.header import Bound, Most, most_in
+from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, copied, each_asked, message, whole_sizes
+from tieredemb.sharding.padding import Padding, copied, message, plain_ids, table_wise_sizes
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -57,13 +57,13 @@ T = TypeVar("T")
 OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
-CELLS = 2  # of an occurrence, to find the first of each row in
+CELLS = 2  # for an occurrence, in the hash table that finds the first of each row
 
 
 class GpuPart:
-    """What bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
-    kernels that pool rows which lie as they have come. `columns`: int64 (F·D,), those of the outputs that bags of whole
-    tables come back for, by rank and feature · `by_rank`: int64 (F,), see `Part`."""
+    """What the bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
+    kernels that pool received rows. `columns`: int64 (F·D,), the output columns of bags of table-wise tables, by rank
+    and feature · `by_rank`: int64 (F,), see `Part`."""
 
     def __init__(self, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -71,14 +71,14 @@ class GpuPart:
         self.space = DeviceKeySpace(space, [-1] * len(space), device)
         row = RowFormat(width=space.width, dtype=config.dtype)
         self.lookup = DeviceLookup(self.space, row, None, config.output_dtype)
-        self.width, self.ranks, self.is_whole, self.owner = space.width, part.ranks, part.is_whole, part.owner
+        self.width, self.ranks, self.is_table_wise, self.owner = space.width, part.ranks, part.is_table_wise, part.owner
         tables = space.tables[space.table]
 
         def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         self._padding_keys = upload(part.padding_keys)
-        self._dealt = struct_type(OWNERS, "Dealt")(
+        self._row_owners = struct_type(OWNERS, "RowOwners")(
             first=upload(space.first), table=upload(tables), owner=upload(part.owner), ranks=part.ranks,
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
@@ -90,23 +90,23 @@ class GpuPart:
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
-        if not self.is_whole:
+        if not self.is_table_wise:
             device_padding.prepare(device)
 
-    def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
-        """The bags, whose `counts`, int64 (W, 2 F), are added to (`most_in`). `finds_firsts`: whether ids that were
-        asked for before are inverted. Does not synchronise."""
-        bags = self._found(batch, words)
-        order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_whole)
-        if not self.is_whole:
-            return GpuBags(self, bags, order, asked, counts)
-        return GpuWholeBags(self, bags, order, asked, counts, self._lengths(bags))
+    def find(self, batch: Batch, words: BagInputs, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
+        """The bags of a batch; adds to their `counts`, int64 (W, 2 F) (`largest_requests`). `finds_firsts`: whether ids
+        that were requested before are inverted. Does not synchronise."""
+        bags = self._find_bags(batch, words)
+        order, requested = self._find_requests(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
+        if not self.is_table_wise:
+            return GpuBags(self, bags, order, requested, counts)
+        return GpuTableWiseBags(self, bags, order, requested, counts, self._lengths(bags))
 
-    def count(self, batch: Batch, words: FoundWords, counts: torch.Tensor) -> None:
-        """Adds to `counts` as `find` does, of ids alone. Does not synchronise."""
-        self._own(self._found(batch, words), counts, 0, 0)
+    def count(self, batch: Batch, words: BagInputs, counts: torch.Tensor) -> None:
+        """Adds to `counts` as `find` does, but counts ids alone. Does not synchronise."""
+        self._find_owners(self._find_bags(batch, words), counts, 0, 0)
 
-    def _found(self, batch: Batch, words: FoundWords) -> DeviceBags:
+    def _find_bags(self, batch: Batch, words: BagInputs) -> DeviceBags:
         space, places = self.space, batch.places
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
@@ -116,37 +116,39 @@ class GpuPart:
         return bags
 
     def read(self, bags: DeviceBags) -> torch.Tensor:
-        """Which of the rows that have come each occurrence reads, int32 (N,): of padding none."""
+        """Which of the received rows each occurrence reads, int32 (N,); `DROPPED` for padding."""
         if not self.part.sends_padding:
             return bags.homes
         feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
         return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)
 
-    def _own(
+    def _find_owners(
         self, bags: DeviceBags, counts: torch.Tensor, cells: torch.Tensor | int, cell: torch.Tensor | int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each occurrence the rank that owns its row, int32 (N,), and the row's number there, int64 (N,); writes
-        `cells`, and which each has."""
+        """Of each occurrence the rank that owns its row, int32 (N,), and the row's number there, int64 (N,). Fills
+        `cells`, and `cell`, which each occurrence has; adds to `counts`."""
         n = bags.keys.shape[0]
         owner, local = torch.empty(n, dtype=torch.int32, device=counts.device), torch.empty_like(bags.keys)
         kernel(OWNERS, "owners_find")(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._dealt,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._row_owners,
             owner, local, counts.data_ptr(), counts.stride(0), cells, CELLS * n + 1, cell,
         )  # fmt: skip
         return owner, local
 
-    def _ask(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The occurrences that are asked for, by rank, and what is asked, both int64 (N,), of which `counts` says how
-        many they are; writes the homes of `bags`, which are where rows will be among those that come."""
+    def _find_requests(
+        self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The occurrences to request, sorted by rank, and the requested values, both int64 (N,); `counts` says how many
+        of them there are. Writes the homes of `bags`: the positions of their rows among those that will be received."""
         n, size, stride, device = bags.keys.shape[0], max(1, bags.batch), counts.stride(0), counts.device
         blocks, n_cells = blocks_for(n, THREADS, MOST_BLOCKS), CELLS * n + 1
         cells: torch.Tensor | int = 0
         cell, place, firsts = cells, cells, cells
-        if finds_firsts:  # else each occurrence is asked for
+        if finds_firsts:  # else each occurrence is requested
             cells = torch.zeros(n_cells, dtype=torch.int32, device=device)
             cell = torch.empty(n, dtype=torch.int32, device=device)
-        owner, local = self._own(bags, counts, cells, cell)
-        # of few bits, as a sort takes them eight at a time
+        owner, local = self._find_owners(bags, counts, cells, cell)
+        # few bits, as a radix sort takes eight at a time
         owner, order = torch.sort(owner.to(torch.uint8 if self.ranks < 255 else torch.int16), stable=True)
         owner = owner.to(torch.int32)
         if finds_firsts:
@@ -156,21 +158,21 @@ class GpuPart:
                 counts[:, len(self.owner) :].data_ptr(), stride,
             )  # fmt: skip
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
-        asked = torch.empty_like(local)
-        kernel(OWNERS, "asked_place")(
-            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, asked, bags.homes
+        requested = torch.empty_like(local)
+        kernel(OWNERS, "requests_place")(
+            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, requested, bags.homes
         )
-        return order, asked
+        return order, requested
 
     def _lengths(self, bags: DeviceBags) -> torch.Tensor:
-        """How many ids of each bag are asked for: int64 (F, B)."""
+        """How many ids of each bag are requested: int64 (F, B)."""
         before = torch.zeros(bags.homes.shape[0] + 1, dtype=torch.int64, device=bags.homes.device)
         torch.cumsum(bags.homes >= 0, 0, out=before[1:])
-        offsets = bags.offsets.clamp(0, bags.homes.shape[0])  # they may be wrong, of which the host will be told
+        offsets = bags.offsets.clamp(0, bags.homes.shape[0])  # they may be wrong, which the host reads later
         return before[offsets].diff().view(len(self.owner), bags.batch)
 
     def gradient(
-        self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, share: float
+        self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, divisor: float
     ) -> torch.Tensor:
         """The gradients of the occurrences `order`, int64 (K,): float32 (K, D); see `Bags.gradient`."""
         n = order.shape[0]
@@ -178,7 +180,7 @@ class GpuPart:
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *self._alignment(grad))
         gradient(
             blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
-            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, rows,
+            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, divisor, rows,
         )  # fmt: skip
         return rows
 
@@ -188,27 +190,27 @@ class GpuPart:
         order: torch.Tensor,
         grad: torch.Tensor,
         argmax: torch.Tensor | None,
-        share: float,
+        divisor: float,
         to: RowSpread,
     ) -> None:
-        """Writes those of the occurrences `order`, int64 (`to.rows`,), to the memory of several ranks."""
+        """Writes the gradients of the occurrences `order`, int64 (`to.rows`,), to the memory of several ranks."""
         n = order.shape[0]
         gradient = kernel(OCCURRENCES, "occurrences_spread", *self._gradient, *self._alignment(grad))
         gradient(
             blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, bags.bag, max(1, bags.batch),
-            self.space.column, self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share,
+            self.space.column, self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, divisor,
             to.of(OCCURRENCES),
         )  # fmt: skip
 
     def _alignment(self, grad: torch.Tensor) -> tuple[str, ...]:
-        """What kernels are compiled with to read gradients of outputs, (B, ΣD), in vectors, or where those do not
-        fit."""
+        """The flags of kernels that read gradients of outputs, (B, ΣD): in vectors, or element by element where those
+        do not fit."""
         fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
         return () if fits else UNALIGNED
 
 
-class FoundWords(NamedTuple):
-    """What bags are found in, `ids` int64 (N,) and `edges`, and where it is told what is wrong: see
+class BagInputs(NamedTuple):
+    """What bags are found in, `ids` int64 (N,) and `edges`; and where kernels write what is wrong: see
     `find_device_bags`."""
 
     ids: torch.Tensor
@@ -218,22 +220,22 @@ class FoundWords(NamedTuple):
 
 
 class GpuBags:
-    """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, the home of each
-    occurrence being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
+    """See `Bags`: of row-wise tables. Received rows are pooled like rows in slots, the home of an occurrence being the
+    position of its row among them: by the same kernels, in the same order, and so to the same bits."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
     grads: list[int]
 
     def __init__(
-        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, counts: torch.Tensor
+        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, requested: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """`order`, `asked`: int64 (N,), by rank, the first ones, as many as `counts` say, int64 (W, 2 F)."""
+        """`order`, `requested`: int64 (N,), by rank; as many of the first ones as `counts`, int64 (W, 2 F), says."""
         self._part, self._bags = part, bags
         self._order, self._counts = order, counts
-        self.asked = self._rows_asked = asked
+        self.requested = self._requested_rows = requested
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -245,8 +247,14 @@ class GpuBags:
         features, ranks = len(self._part.owner), self._part.ranks
         self.ids, self.grads, self.back = [bound.ids] * ranks, [bound.ids] * ranks, [bound.rows] * ranks
         self.sent = [features + bound.ids] * ranks
-        self._order, self.asked = device_padding.pad_bags(
-            self._counts, features, self._order, self._rows_asked, self._bags.homes, bound=bound.ids, rows=bound.rows
+        self._order, self.requested = device_padding.pad_bags(
+            self._counts,
+            features,
+            self._order,
+            self._requested_rows,
+            self._bags.homes,
+            bound=bound.ids,
+            rows=bound.rows,
         )
 
     def _pad_each(self, bound: Bound) -> None:
@@ -257,26 +265,26 @@ class GpuBags:
         padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
         self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
-        self._send(counts, padding.pad(each_asked(self._rows_asked)))
+        self._send(counts, padding.pad(plain_ids(self._requested_rows)))
 
-    def keep_if(self, is_good: torch.Tensor) -> None:
-        """Asks for nothing unless it `is_good`, bool (1,) on the device, where `counts` are zero already if not."""
+    def request_if(self, is_good: torch.Tensor) -> None:
+        """Requests nothing unless it `is_good`, bool (1,) on the device. Where it is not, `counts` are zero already."""
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        self.asked, self.sent = message(counts, ids)
+        self.requested, self.sent = message(counts, ids)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def keep(self, every: torch.Tensor) -> None:
-        """Nothing: rows are pooled here."""
+        """Does nothing: rows are pooled here."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
         bags, lookup, hot = self._bags, self._part.lookup, ReadRows(rows, rows, rows)
         with on_device(out.device):
-            if weights is not None:  # backward reads them again, and loaders reuse their buffers
+            if weights is not None:  # copied, as backward reads them again, and loaders reuse their buffers
                 given = weights.detach().to(torch.float32, copy=keep).contiguous()
                 self._weights = given if bags.position is None else given[bags.position]
             if keep and lookup.has_max:
@@ -293,93 +301,93 @@ class GpuBags:
             gradient = self._part.lookup.weights_gradient(self._rows, self._part.read(bags), bags, grad)
             if bags.position is None:
                 out += gradient
-            else:  # what belongs to other widths has no position of its own, and a gradient of zero
+            else:  # ids of other widths have a gradient of zero
                 out.index_add_(0, bags.position, gradient)
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         bags, lookup = self._bags, self._part.lookup
-        if not bags.homes.shape[0]:  # entries, if there are any, are nobody's
+        if not bags.homes.shape[0]:  # all entries are padding
             none = grad.new_zeros((self._order.shape[0], self._part.width))
             return none, none[:, 0] if self._weights is not None or lookup.has_mean else None
         with on_device(grad.device):
-            return self._part.gradient(bags, self._order, grad, self._argmax, share), self._scale()
+            return self._part.gradient(bags, self._order, grad, self._argmax, divisor), self._scale()
 
-    def send_gradient(self, grad: torch.Tensor, share: float, to: RowSpread) -> torch.Tensor | None:
-        """Writes the gradients to their owners' memory; returns what they are to be multiplied by, as `gradient`."""
+    def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread) -> torch.Tensor | None:
+        """Writes the gradients to their owners' memory; returns their factors, as `gradient` does."""
         bags = self._bags
         with on_device(grad.device):
             if bags.homes.shape[0]:
-                self._part.send_gradient(bags, self._order, grad, self._argmax, share, to)
+                self._part.send_gradient(bags, self._order, grad, self._argmax, divisor, to)
                 return self._scale()
-            # all entries are nobody's, and zero: not what was written there before, which may be no number
+            # all entries are padding; they are zeroed, as what was there before may be NaN
             none = replace(bags, bag=bags.bag.new_zeros(1), batch=1)
             zero, argmax = grad.new_zeros((1, grad.shape[1])), self._argmax
             argmax = None if argmax is None else argmax.new_full(zero.shape, -1)
-            self._part.send_gradient(none, self._order, zero, argmax, share, to)
-            return self.gradient(grad, share)[1]
+            self._part.send_gradient(none, self._order, zero, argmax, divisor, to)
+            return self.gradient(grad, divisor)[1]
 
     def _scale(self) -> torch.Tensor | None:
-        """What the gradients are to be multiplied by, of each that is sent."""
+        """The factors of the gradients, one for each that is sent; None where they are ones."""
         scale, lookup = self._weights, self._part.lookup
         if scale is None and lookup.has_mean:
             scale = lookup.mean_scale(self._part.read(self._bags), self._bags)
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counts)
+        held = (*vars(self._bags).values(), self._order, self.requested, self._requested_rows, self._counts)
         held += (self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others.
-        Behind `pad`."""
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces each tensor that the plan, the forward and its update need by what `put` returns for it, and drops
+        all others. To be called behind `pad`."""
         named = vars(self._bags).items()
-        lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
-        self._bags, self._order = replace(self._bags, **lying), put(self._order)
-        self.asked = self._rows_asked = self._counts = self._order[:0]  # they are sent
+        relocated: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
+        self._bags, self._order = replace(self._bags, **relocated), put(self._order)
+        self.requested = self._requested_rows = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
-        """That of another forward, which a replay has found out to where this one lies."""
+        """The bags of another forward, which a replay has found and written to these tensors."""
         bags = shallow_copy(self)
         bags._weights = bags._argmax = bags._rows = None
         return bags
 
 
-class GpuWholeBags(GpuBags):
-    """See `Bags`: of tables that are held whole. Padding stays here, unless its row is to be scaled: a bag is as
-    long as it has ids to look up."""
+class GpuTableWiseBags(GpuBags):
+    """See `Bags`: of table-wise tables. Padding ids are not sent, unless their row is to be scaled: a bag is as long as
+    it has ids to look up."""
 
     def __init__(
         self,
         part: GpuPart,
         bags: DeviceBags,
         order: torch.Tensor,
-        asked: torch.Tensor,
+        requested: torch.Tensor,
         counts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """`lengths`: int64 (F, B), how many ids of each bag are asked for."""
-        super().__init__(part, bags, order, asked, counts)
+        """`lengths`: int64 (F, B), how many ids of each bag are requested."""
+        super().__init__(part, bags, order, requested, counts)
         self._lengths = lengths
 
     def pad(self, bound: Bound) -> None:
         self._pad_each(bound)
 
-    def keep_if(self, is_good: torch.Tensor) -> None:
+    def request_if(self, is_good: torch.Tensor) -> None:
         self._lengths.mul_(is_good)
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         part = self._part.part
-        self.back, self.grads = whole_sizes(part.held, part.copies, self._bags.batch)
+        self.back, self.grads = table_wise_sizes(part.held, part.copies, self._bags.batch)
         lengths = self._lengths.index_select(0, self._part.by_rank)
-        self.asked, self.sent = message(counts, ids, lengths, part.held, part.copies)
+        self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
         if not self._bags.homes.shape[0]:
             return given.new_zeros(sum(self.ids))
-        its = (given if self._bags.position is None else given[self._bags.position])[self._order]
-        return copied(its, self._part.part.copies)
+        sent = (given if self._bags.position is None else given[self._bags.position])[self._order]
+        return copied(sent, self._part.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
         with on_device(every.device):
@@ -393,19 +401,19 @@ class GpuWholeBags(GpuBags):
         bags = rows.view(features, self._bags.batch, self._part.width).transpose(0, 1)
         out.index_copy_(1, self._part.columns, bags.reshape(self._bags.batch, features * self._part.width))
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         features, width = len(self._part.owner), self._part.width
         rows = grad.index_select(1, self._part.columns).view(self._bags.batch, features, width).transpose(0, 1)
-        if share != 1.0:  # by a tensor, as a number would be inverted first
-            rows = rows / torch.full((1,), share, dtype=torch.float32, device=grad.device)
+        if divisor != 1.0:  # by a tensor, as torch would multiply by the inverse of a number
+            rows = rows / torch.full((1,), divisor, dtype=torch.float32, device=grad.device)
         return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._lengths]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().lie(put)
-        self._lengths = self.asked  # they are sent, too
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().relocate(put)
+        self._lengths = self.requested  # they are sent, too
 
 
 class GpuFinder:
@@ -422,42 +430,42 @@ class GpuFinder:
         self._rows = [table.num_embeddings for _, table in of]
         self._ranks = layout.size
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[Most]]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[GpuBags], list[LargestRequest]]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "a lookup of several ranks waits for the GPU, to learn how many ids one is asked for at most, which a "
-                "CUDA graph cannot hold: let tieredemb.graph_step capture the step"
+                "a lookup of several ranks waits for the GPU, to learn how many ids it requests from one at most: a "
+                "CUDA graph cannot do that; let tieredemb.graph_step capture the step"
             )
         found, words = self._launch(batch, GpuPart.find)
         wait()
-        return found, self.most(words[words_of("Fault") :].cpu())
+        return found, self.read_report(words[words_of("Fault") :].cpu())
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
         return found, words[words_of("Fault") :]
 
-    def leave_out_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
-        """Of a batch that is wrong somewhere, as `words` on the device say, nothing is asked for: the host may learn of
-        it behind an exchange. Does not synchronise."""
+    def drop_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
+        """Requests nothing of a batch that is wrong somewhere, as `words` on the device say: the host may read that
+        after an exchange. Does not synchronise."""
         good = is_good(words)
         words[words_of("Report") :].mul_(good)
         for bags in found:
-            bags.keep_if(good)
+            bags.request_if(good)
 
-    def most(self, words: torch.Tensor) -> list[Most]:
-        return most_in(self._counts_in(words))
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
+        return largest_requests(self._counts_in(words))
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         _, words = self._launch(batch, GpuPart.count)
         wait()
-        return self.most(words[words_of("Fault") :].cpu())
+        return self.read_report(words[words_of("Fault") :].cpu())
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
-        """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""
+        """What `launch` returns for each part, and the words that it writes: a fault, its report, and counts."""
         features, columns = len(self._names), sum(self._columns)
         if features * batch.size > MAX_BAGS:
             raise InvalidInputError(
@@ -467,16 +475,15 @@ class GpuFinder:
         fault, report = words_of("Fault"), words_of("Report")
         with on_device(self._device):
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
-            given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
+            given = BagInputs(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
             each = torch.split(counts, self._columns, 1)
             of_parts = zip(self._parts, each, strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 
-    def _counts_in(self, told: torch.Tensor) -> list[Array]:
-        """The counts, of each part, int64 (W, 2 F), which lie among the words behind the fault, on the CPU. Raises
-        what these say is wrong."""
-        report, words = words_of("Report"), told.numpy()
+    def _counts_in(self, report_words: torch.Tensor) -> list[Array]:
+        """The counts of each part, int64 (W, 2 F), in the `report_words` on the CPU. Raises what these say is wrong."""
+        report, words = words_of("Report"), report_words.numpy()
         error = fault_in(words[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error

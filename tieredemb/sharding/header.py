@@ -1,8 +1,8 @@
-"""What ranks tell each other before they exchange anything, the words of a header; and the sizes of an exchange that
-follow from them.
+"""The words of a header, which announces what a rank is about to do; and the sizes of an exchange that follow from
+them.
 
-A `Course` is compared as it is at the header, as one of an earlier moment would tell ranks apart that have met an
-error between.
+An `UpdateFingerprint` is computed at the header itself: an earlier one would differ between ranks that have met an
+error since.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tieredemb.config import Array
 
-WORDS = 6  # before the `Counts`: those of `Said`, and the flag
+WORDS = 6  # of an `Announcement` and the flag, before those of `Counts`
 
 
 class Phase(enum.IntEnum):
@@ -36,17 +36,17 @@ class Phase(enum.IntEnum):
     LOAD = 11
     FOLLOW = 12
     NORM = 13
-    WHOLE = 14  # whichever of these
-    BUSY = 15  # nothing yet: all others announce again what they have
+    WHOLE = 14  # any of those with whole tables
+    BUSY = 15  # nothing yet: all other ranks announce again what they do
     CONSTRUCT = 16
     BUFFERS = 17
 
     @property
-    def told(self) -> str:
-        return _TOLD[self]
+    def description(self) -> str:
+        return _DESCRIPTIONS[self]
 
 
-_TOLD = {
+_DESCRIPTIONS = {
     Phase.PLAN: "plans a batch ahead",
     Phase.FORWARD: "looks up a batch",
     Phase.ROWS: "sends rows of a batch",
@@ -62,27 +62,27 @@ _TOLD = {
     Phase.FOLLOW: "follows an optimizer",
     Phase.NORM: "reads the norm of a gradient",
     Phase.WHOLE: "reads or writes whole tables",
-    Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
+    Phase.BUSY: "reports that it is alive, as its GPU has been busy for long",
     Phase.CONSTRUCT: "constructs a sharded collection",
     Phase.BUFFERS: "allocates buffers that other ranks write to",
 }
 
 
-class Course(NamedTuple):
-    """Fingerprints of what updates of rows go by, to be equal on all ranks: `before`, of those so far; `next`, of the
-    one that a header announces, or 0. `told`: what they are of, by name."""
+class UpdateFingerprint(NamedTuple):
+    """Fingerprints of what updates of rows go by, which have to be equal on all ranks. `before`: of all updates so far
+    · `next`: of the update that a header announces, or 0 · `describe`: returns what they are made of, by name."""
 
     before: int
     next: int
-    told: Callable[[], dict[str, object]]
+    describe: Callable[[], dict[str, object]]
 
 
-NO_COURSE = Course(0, 0, dict)
+NO_FINGERPRINT = UpdateFingerprint(0, 0, dict)
 
 
-class Said(NamedTuple):
-    """The words of one rank that have to be those of all: what it is about to do, as which of its calls, whether it has
-    met an error, and on which `Course` it is."""
+class Announcement(NamedTuple):
+    """The words of a header that have to be equal on all ranks: the phase, the number of the call, whether the rank has
+    met an error, and its `UpdateFingerprint`."""
 
     phase: int
     number: int
@@ -91,24 +91,23 @@ class Said(NamedTuple):
     next: int
 
 
-class Most(NamedTuple):
-    """The most that a batch requests of any rank in one part: `ids`, and in a part that is dealt out different
-    `rows`."""
+class LargestRequest(NamedTuple):
+    """The most that a batch requests from any one rank in one part: `ids`, and different `rows` in a row-wise part."""
 
     ids: int
     rows: int
 
 
 class Bound(NamedTuple):
-    """The size of an exchange in one part: how many ids each rank is sent, and how many rows come back where tables are
-    dealt out, each of several ids; None if one comes back for each id."""
+    """The size of an exchange in one part: how many `ids` each rank is sent, and how many `rows` come back where tables
+    are row-wise, one for several ids; None if one comes back for each id."""
 
     ids: int
     rows: int | None
 
     @classmethod
-    def just(cls, most: Most) -> Bound:
-        """That which takes no more than a batch requests."""
+    def just(cls, most: LargestRequest) -> Bound:
+        """The bound that takes no more than a batch requests."""
         return cls(max(1, most.ids), max(1, most.rows))
 
     @property
@@ -116,7 +115,7 @@ class Bound(NamedTuple):
         """How many rows come back from each rank."""
         return self.ids if self.rows is None else self.rows
 
-    def takes(self, most: Most) -> bool:
+    def takes(self, most: LargestRequest) -> bool:
         """Whether the exchange takes what a batch requests."""
         return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
 
@@ -124,57 +123,57 @@ class Bound(NamedTuple):
 Bounds = tuple[Bound, ...]  # of each part
 
 
-def take(bounds: Bounds, most: Sequence[Most]) -> bool:
+def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
     """Whether an exchange takes what a batch requests in each part."""
     return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
 
 
-def most_in(counts: Sequence[Array]) -> list[Most]:
-    """Of what each part requests of the ranks, `counts`, int64 (W, 2 F): how many ids of each feature, and how many of
-    these are the first of their row; of whole tables zeros."""
-    return [Most(*its.reshape(len(its), 2, -1).sum(2).max(0).tolist()) for its in counts]
+def largest_requests(counts: Sequence[Array]) -> list[LargestRequest]:
+    """The largest request of each part, by its `counts`, int64 (W, 2 F): how many ids of each feature go to each rank,
+    and how many of them are the first of their row; zeros for table-wise tables."""
+    return [LargestRequest(*of_part.reshape(len(of_part), 2, -1).sum(2).max(0).tolist()) for of_part in counts]
 
 
 class Counts(NamedTuple):
-    """What a rank says of its batch: how many `samples` it has, and what it requests in each part at `most`."""
+    """What a header says of a batch: the rank's `samples`, and the `most` that it requests in each part."""
 
     samples: int
-    most: list[Most]
+    most: list[LargestRequest]
 
     @property
     def words(self) -> list[int]:
-        """All of it; as many in every header."""
+        """The words of a header, as many in every header."""
         return [self.samples, *itertools.chain.from_iterable(self.most)]
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Counts:
-        """Those that such words say."""
-        return cls(words[0], [*map(Most, words[1::2], words[2::2])])
+        """Reads such words."""
+        return cls(words[0], [*map(LargestRequest, words[1::2], words[2::2])])
 
 
 class Header(NamedTuple):
-    """What each rank has announced: `words`, of its `Counts` · `flags`. These are so few that lists take less time
-    than arrays."""
+    """What all ranks have announced. `words`: of their `Counts` · `flags`. These are so few that lists are faster than
+    arrays."""
 
     words: Sequence[Sequence[int]]
     flags: Sequence[int]
 
     @property
     def samples(self) -> list[int]:
-        """How many each rank has."""
+        """How many samples each rank has."""
         return [its[0] for its in self.words]
 
     @property
-    def most(self) -> list[Most]:
-        """What any rank requests at most, in each part."""
+    def most(self) -> list[LargestRequest]:
+        """The most that any rank requests in each part."""
         return Counts.of([*map(max, zip(*self.words, strict=True))]).most
 
     @property
     def set_by_any(self) -> int:
-        """The bits of the flags that any rank has set."""
+        """The bits that any rank has set."""
         return functools.reduce(operator.or_, self.flags)
 
     @property
     def set_by_all(self) -> int:
-        """Those that all have set."""
+        """The bits that all ranks have set."""
         return functools.reduce(operator.and_, self.flags)

@@ -1,4 +1,6 @@
-"""The side of a lookup on the CPU where the bags are: which rows they ask whom for, and what becomes of these."""
+"""The bags of a lookup on the CPU of the rank that requests it: which rows they request of which owner, and their
+pooling.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.sharding.bags import Bags, Part, Wait
-from tieredemb.sharding.header import Bound, Most, most_in
+from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
-from tieredemb.sharding.padding import Padding, each_asked, message
-from tieredemb.sharding.whole_bags import HostWholeBags
+from tieredemb.sharding.padding import Padding, message, plain_ids
+from tieredemb.sharding.table_wise_bags import HostTableWiseBags
 from tieredemb.step.batch import Batch
 
 
@@ -35,32 +37,32 @@ class HostFinder:
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
 
-    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[Most]]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
         edges = edges_of(batch)
         found = [
-            HostWholeBags(part, batch, edges) if part.is_whole else HostBags(part, self._layout, batch, edges)
+            HostTableWiseBags(part, batch, edges) if part.is_table_wise else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
-        return found, most_in([bags.counts for bags in found])
+        return found, largest_requests([bags.counts for bags in found])
 
-    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[Most]:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         return self(batch)[1]
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
-        """What is wrong is known at once."""
-        return self(batch)[0], self.room()
+    def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
+        """On a CPU errors are raised at once."""
+        return self(batch)[0], self.report_buffer()
 
-    def most(self, words: torch.Tensor) -> list[Most]:
-        return [Most(0, 0)] * len(self._parts)
+    def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
+        return [LargestRequest(0, 0)] * len(self._parts)
 
-    def room(self) -> torch.Tensor:
+    def report_buffer(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class HostBags:
-    """See `Bags`: of tables that are dealt out. `counts`: see `most_in`."""
+    """See `Bags`: of row-wise tables. `counts`: see `largest_requests`."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
@@ -75,10 +77,10 @@ class HostBags:
         )
         found = find_owners(bags, space, layout.size)
         self._order, self._homes = found.order, found.homes
-        self._padding: Array | None = None  # which occurrences are sent, and add nothing to their bags
+        self._padding: Array | None = None  # occurrences that are sent but add nothing to their bags
         if part.sends_padding:
             self._padding = bags.keys == part.padding_keys[bags.feature]
-        self._asked = torch.from_numpy(found.asked)
+        self._requested = torch.from_numpy(found.requested)
         self.counts = np.concatenate([found.counts, found.firsts], 1)
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
@@ -86,15 +88,15 @@ class HostBags:
     def pad(self, bound: Bound) -> None:
         counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)
         padding, order = Padding(counts.sum(1), bound.ids), self._order
-        homes, asked, rows = torch.from_numpy(self._homes), self._asked, bound.rows
+        homes, requested, rows = torch.from_numpy(self._homes), self._requested, bound.rows
         if rows is None:
             rows = bound.ids
             padding.place(homes, torch.from_numpy(order))
-            asked = each_asked(asked)
+            requested = plain_ids(requested)
         else:
             Padding(firsts.sum(1), rows).move(homes)
         self._order = padding.pad(torch.from_numpy(order)).numpy()
-        self.asked, self.sent = message(counts, padding.pad(asked))
+        self.requested, self.sent = message(counts, padding.pad(requested))
         self.ids = self.grads = [bound.ids] * len(counts)
         self.back = [rows] * len(counts)
 
@@ -102,7 +104,7 @@ class HostBags:
         return None
 
     def keep(self, every: torch.Tensor) -> None:
-        """Nothing: rows are pooled here."""
+        """Does nothing: rows are pooled here."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
@@ -120,7 +122,7 @@ class HostBags:
             self._rows = found
 
     def _read(self) -> Array:
-        """Which of the rows that have come each occurrence reads, int32 (N,)."""
+        """Which of the received rows each occurrence reads, int32 (N,)."""
         homes = self._homes
         return homes if self._padding is None else np.where(self._padding, np.int32(DROPPED), homes)
 
@@ -128,9 +130,9 @@ class HostBags:
         gradient = weights_gradient(self._rows, self._read(), self._bags, self.space, grad.numpy())
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         space, order, width = self.space, self._order, self.space.width
-        if not len(self._homes):  # entries, if there are any, are nobody's
+        if not len(self._homes):  # all entries are padding
             none, scaled = torch.zeros((len(order), width), device="cpu"), self._is_weighted or space.has_mean
             return none, none.new_zeros(len(order)) if scaled else None
         feature = self._bags.feature[order]
@@ -138,10 +140,10 @@ class HostBags:
         samples = self._bags.sample[order][:, None]
         rows = grad.numpy()[samples, columns]
         if space.has_max:
-            others = (space.mode[feature] == MAX)[:, None] & (self._argmax[samples, columns] != order[:, None])
-            rows[others] = 0.0
-        if share != 1.0:
-            rows /= np.float32(share)
+            is_not_maximum = (space.mode[feature] == MAX)[:, None] & (self._argmax[samples, columns] != order[:, None])
+            rows[is_not_maximum] = 0.0
+        if divisor != 1.0:
+            rows /= np.float32(divisor)
         if not self._is_weighted and not space.has_mean:
             return torch.from_numpy(rows), None
         scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._read())

@@ -1,4 +1,4 @@
-"""Who owns which rows of a collection that several ranks hold."""
+"""Which rank owns which rows of a sharded collection."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowWise:
-    """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
-    (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too. A lookup exchanges a
-    row for each different id of a rank's batch, and its backward a gradient for each occurrence. Where bags have one
-    id that is hardly ever more than `TableWise` exchanges, and of a small table far less: so it is the default.
+    """The rows of a table are divided among all ranks: rank (id + t) mod W holds row `id` of the collection's table
+    number `t`. Neighbours lie on different ranks, and so do the rows that are used most. A lookup exchanges a row for
+    each different id of a rank's batch, and its backward a gradient for each occurrence. Where bags have one id that is
+    hardly ever more than `TableWise` exchanges, and of a small table far less: so it is the default.
 
     >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.TableWise(rank=0)}
     """
@@ -29,8 +29,8 @@ class RowWise:
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class TableWise:
-    """A table is held whole by one `rank`: by default by the one whose tables have fewest lookups. That pools its bags:
-    a lookup exchanges a vector for each of them.
+    """One `rank` holds a table whole: by default the one whose tables have fewest lookups. It pools the table's bags: a
+    lookup exchanges a vector for each of them.
 
     >>> tieredemb.TableWise(rank=0)
     TableWise(rank=0)
@@ -47,22 +47,22 @@ class TableWise:
 @by_name
 @dataclass(frozen=True)
 class Replicated:
-    """A table is held whole by every rank, which looks its own bags up without the others: a lookup exchanges ids, and
-    neither rows nor pooled bags. In backward each rank sends the gradients of its bags to all others, and updates its
-    copy as one process would that has the batches of all ranks: the copies stay equal bit for bit. For small tables, as
-    each rank has all of the rows, their optimizer state, and the work of all updates.
+    """Every rank holds a table whole, and looks up its own bags without the others: a lookup exchanges ids, and neither
+    rows nor pooled bags. In backward each rank sends the gradients of its bags to all others, and updates its copy as
+    one process would that has the batches of all ranks: the copies stay equal bit for bit. For small tables, as each
+    rank has all of the rows, their optimizer state, and the work of all updates.
 
     >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.Replicated()}
     """
 
 
 Sharding = RowWise | TableWise | Replicated
-DEALT_OUT, REPLICATED = -1, -2  # in the place of an owner, of tables that no rank holds alone
+ROW_WISE, REPLICATED = -1, -2  # instead of an owner, for tables that no rank holds alone
 
 
 class Layout:
-    """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that alone
-    holds it whole, or `DEALT_OUT` or `REPLICATED` · `is_default`: of each table, whether nobody has said how."""
+    """Which of `size` ranks own the rows of `tables`. `owner`: int64 (T,), of each table the rank that alone holds it
+    whole, or `ROW_WISE` or `REPLICATED` · `is_default`: of each table, whether no sharding was given."""
 
     def __init__(
         self, tables: Sequence[TableConfig], size: int, sharding: Mapping[str, Sharding] | Sharding | None = None
@@ -74,12 +74,12 @@ class Layout:
         self.is_default = [each is None for each in given]
         self.sharding = [_checked(*each) for each in zip(self.tables, given, strict=True)]
         _check_names(self.tables, sharding)
-        self.owner = np.full(len(self.tables), DEALT_OUT, np.int64)
+        self.owner = np.full(len(self.tables), ROW_WISE, np.int64)
         lookups = np.zeros(size, np.int64)
         for t in sorted(range(len(self.tables)), key=lambda t: -len(self.tables[t].features)):
             kind, table = self.sharding[t], self.tables[t]
             if not isinstance(kind, TableWise):
-                self.owner[t] = REPLICATED if isinstance(kind, Replicated) else DEALT_OUT
+                self.owner[t] = REPLICATED if isinstance(kind, Replicated) else ROW_WISE
                 continue
             if kind.rank is not None and kind.rank >= size:
                 raise ConfigError(
@@ -90,25 +90,26 @@ class Layout:
             lookups[self.owner[t]] += len(table.features)
 
     def part(self, table: int, rank: int) -> TablePart:
-        """What of a table a rank holds."""
+        """The rows of a table that a rank holds."""
         rows = self.tables[table].num_embeddings
-        if self.owner[table] == DEALT_OUT:
+        if self.owner[table] == ROW_WISE:
             return TablePart(table, (rank - table) % self.size, self.size, rows)
         return TablePart(table, 0 if self.owner[table] in (rank, REPLICATED) else rows, 1, rows)
 
     def saved_part(self, table: int, rank: int) -> TablePart:
-        """What of a table a rank saves, and is counted for: of one that all hold rank 0 everything, others nothing."""
+        """The rows of a table that a rank saves, and counts: of a replicated one rank 0 all of them, other ranks
+        none."""
         part = self.part(table, rank)
         return replace(part, first=part.rows) if rank and self.owner[table] == REPLICATED else part
 
     def owners(self, tables: Array, ids: Array) -> Array:
         """The ranks that own rows, or `REPLICATED`, int64 (N,): `ids` of `tables`, both int64 (N,)."""
         owner = self.owner[tables]
-        return np.where(owner == DEALT_OUT, (ids + tables) % self.size, owner)
+        return np.where(owner == ROW_WISE, (ids + tables) % self.size, owner)
 
     def local(self, tables: Array, ids: Array) -> Array:
-        """The numbers of such rows among those that a rank holds of a table, int64 (N,)."""
-        return np.where(self.owner[tables] == DEALT_OUT, ids // self.size, ids)
+        """The numbers of such rows among those of the table that their owner holds, int64 (N,)."""
+        return np.where(self.owner[tables] == ROW_WISE, ids // self.size, ids)
 
 
 def _checked(table: TableConfig, given: Sharding | None) -> Sharding:

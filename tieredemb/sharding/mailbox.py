@@ -1,9 +1,9 @@
-"""What the ranks of one host tell each other before each exchange, in memory that all of them have mapped. A message by
-gloo takes a hundred microseconds and more of each host, where a step has one to three.
+"""Messages of the ranks of one host before each exchange, in memory that all of them have mapped. A message by gloo
+takes a hundred microseconds and more of each host, where a step has one to three.
 
-Ranks send in turn: a rank sends its next message once it has received one of each other rank. So of each rank the last
-two are kept: one that others may yet read, and the next. Each has a number, and a checksum, as a processor may show
-stores of another one in any order.
+Ranks send in turn: a rank sends its next message once it has received one of each other rank. So the last two of each
+rank are kept: one that others may still read, and the next. Each has a number, and a checksum, as a processor may see
+the stores of another one in any order.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 SHARED = "/dev/shm"  # where files are memory, if there is such a directory
 yield_core = getattr(os, "sched_yield", lambda: None)  # not every system has it
-LOOKS = 1000  # for a message that is to come, before others may have the core for longer than a moment
-LONGEST = 1e-3  # seconds: of a sleep between two later looks, at most
+POLLS = 1000  # for an expected message, before this process sleeps
+LONGEST = 1e-3  # seconds: of a sleep between two later polls, at most
 SHARE = 0.1  # of the time waited so far, that a sleep takes
-PATIENCE = 0.1  # seconds: how often a rank looks whether another has ended
+PATIENCE = 0.1  # seconds: how often a rank checks whether another has ended
 SEED = 0xFFFFFFFF  # bits of a number that a checksum begins with
-NUMBER, CHECK, BEGIN = range(3)  # words of a message: its number, its checksum, and where what it says begins
+NUMBER, CHECK, BEGIN = range(3)  # words of a message: its number, its checksum, and the first of its contents
 
 
 class Mailbox:
-    """That of one rank, number `rank`. `box`: int64 (2, W, 2 + words), where the ranks' messages of even and odd
-    numbers are · `connections`: which break where a rank has ended · `timeout`: how long a rank waits for another."""
+    """The mailbox of one rank, number `rank`. `box`: int64 (2, W, 2 + words), the ranks' messages of even and odd
+    numbers · `connections`: to find ranks that have ended · `timeout`: how long a rank waits for another."""
 
     def __init__(self, box: Array, rank: int, connections: Connections, timeout: timedelta) -> None:
         self._box, self._rank, self._timeout = box, rank, timeout.total_seconds()
@@ -55,47 +55,47 @@ class Mailbox:
         message[NUMBER] = self._number
 
     def receive(self) -> Array:
-        """What all ranks have sent, int64 (W, words). Waits for that; raises `RuntimeError` where a rank has ended, or
+        """What all ranks have sent, int64 (W, words). Waits for it; raises `RuntimeError` where a rank has ended, or
         takes too long."""
         messages = self._box[self._number & 1]
         found = np.empty((len(messages), messages.shape[1] - BEGIN), np.int64)
         found[self._rank] = messages[self._rank, BEGIN:]
         for number in self._others:
-            self._take(number, messages[number], found[number])
+            self._wait_for_message(number, messages[number], found[number])
         return found
 
-    def _take(self, rank: int, message: Array, words: Array) -> None:
-        """Waits until the message of a rank has come; `words` are what it says then."""
-        looks, begin, looked, has_ended = 0, 0.0, 0.0, False
+    def _wait_for_message(self, rank: int, message: Array, words: Array) -> None:
+        """Waits for the `message` of a rank, and copies its contents to `words`."""
+        polls, begin, checked, has_ended = 0, 0.0, 0.0, False
         while True:
             if message[NUMBER] == self._number:
                 words[:] = message[BEGIN:]
                 if message[CHECK] == zlib.crc32(words.tobytes(), self._number & SEED):
                     return
-            looks += 1
-            if looks < LOOKS:
+            polls += 1
+            if polls < POLLS:
                 yield_core()  # to other processes, and then to other threads of this one
                 select.select((), (), (), 0)
                 continue
             now = monotonic()
-            if looks == LOOKS:
-                begin = looked = now
-            if has_ended:  # and has not sent it before
+            if polls == POLLS:
+                begin = checked = now
+            if has_ended:  # and had not sent it before
                 raise RuntimeError(f"rank {rank} has ended, or has left the group")
             if now - begin > self._timeout:
                 raise RuntimeError(f"rank {rank} has sent nothing within {self._timeout:g} s")
-            if now - looked > PATIENCE:
-                looked, has_ended = now, self._connections is None or rank in self._connections.ended()
+            if now - checked > PATIENCE:
+                checked, has_ended = now, self._connections is None or rank in self._connections.ended()
             sleep(min(LONGEST, SHARE * (now - begin)))
 
     def close(self) -> None:
-        """Leaves the group: while anything of it is there it does not come to its end, of which others learn."""
+        """Leaves the group: while this refers to its connections they do not end, and the others would not notice."""
         self._connections = None
 
 
 def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any], list[Any]]) -> Array | None:
-    """Memory for the messages of `ranks`, of so many `words` each, that all of them have mapped; None on all of them
-    where one could not. `place`: the same of ranks that may share memory · `every`: tells all ranks a value, and
+    """Memory for the messages of `ranks`, of so many `words` each, that all of them have mapped; None on all ranks
+    where one could not. `place`: equal for ranks that may share memory · `every`: sends a value to all ranks, and
     returns those of all."""
     path, token = "", os.urandom(16)
     size = 2 * ranks * (BEGIN + words) * 8
@@ -103,12 +103,12 @@ def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any
         if rank == 0:
             with contextlib.suppress(OSError):
                 fd, path = tempfile.mkstemp(prefix="tieredemb-", dir=SHARED if os.path.isdir(SHARED) else None)
-                at_end.enter_context(contextlib.suppress(FileNotFoundError))  # by who tidies up
+                at_end.enter_context(contextlib.suppress(FileNotFoundError))  # someone else may have removed it
                 at_end.callback(os.unlink, path)
                 at_end.callback(os.close, fd)
                 os.write(fd, token + bytes(size))
-        told = every((place, path, token))
-        places, (_, path, token) = {each for each, _, _ in told}, told[0]
+        offers = every((place, path, token))
+        places, (_, path, token) = {each for each, _, _ in offers}, offers[0]
         box = _mapped(path, token, size) if path and len(places) == 1 else None
         if not all(every(box is not None)):
             return None
@@ -117,7 +117,7 @@ def open_box(ranks: int, words: int, rank: int, place: str, every: Callable[[Any
 
 
 def _mapped(path: str, token: bytes, size: int) -> Array | None:
-    """The numbers behind the `token` that the file begins with; None where it is another one."""
+    """The numbers behind the `token` that the file begins with; None where the file begins with another one."""
     try:
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), len(token) + size)

@@ -1,6 +1,6 @@
-// The gradients of occurrences that are sent to the owners of their rows: of each that of its bag.
+// The gradients of occurrences, which are those of their bags, to be sent to the owners of their rows.
 //
-// Compiled for float rows of the width: a group of lanes takes an occurrence.
+// Compiled for float rows of one width: a group of lanes takes an occurrence.
 #include "common.cuh"
 #include "spread.cuh"
 
@@ -17,7 +17,7 @@ struct Bags {
     const int *argmax;
 };
 
-// row = the gradient of the bag of occurrence i, divided by `share`; of a maximum zero but where the occurrence has won.
+// row = the gradient of the bag of occurrence i, divided by `share`; for a maximum, zero where another one was larger.
 __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float share, float *row) {
     const int feature = bags.bag[i] / bags.batch, sample = bags.bag[i] - feature * bags.batch;
     const i64 from = sample * bags.total + bags.column[feature];
@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float sh
     }
 }
 
-// rows[k] = that of occurrence order[k]. Moves 8 D bytes an occurrence.
+// rows[k] = the gradient of occurrence order[k]. Moves 8 D bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
     const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
     i64 total, const int *argmax, float share, float *rows) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
         write_gradient(bags, order[k], share, rows + k * WIDTH);
 }
 
-// The same, of which each rank gets as many, `to` its memory.
+// The same, written to the memory of several ranks (`to`), as many to each.
 extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
     const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
     i64 total, const int *argmax, float share, Spread to) {

@@ -24,7 +24,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, of_widths: Sequence[FusedOptimizer], states: Callable[[], RowStates]) -> None:
-        """`states`: what is kept of the rows, once the ranks have agreed to build the collection."""
+        """`states`: returns the state of rows, once the ranks have agreed to build the collection."""
         self._of_widths, self._states = list(of_widths), states
         params = [param for each in of_widths for param in each.param_groups[0]["params"]]
         super().__init__(params, options_in(of_widths[0].param_groups[0]))
@@ -47,8 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._of_widths[0].step(closure)
 
     def attach_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Makes the backward divide by the scale of `scaler`; see `FusedOptimizer.attach_grad_scaler`. To be done on
-        all ranks: an infinity that one of them meets keeps the tables of all from the update."""
+        """Makes the backward divide by the scale of `scaler`; see `FusedOptimizer.attach_grad_scaler`. To be called on
+        all ranks: an infinite gradient of one rank prevents the update on all."""
         for each in self._of_widths:
             each.attach_grad_scaler(scaler)
 
@@ -67,17 +67,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for table in states.tables:
             config = self._of_widths[0].config
             steps, entry = states.gathered(config, table)
-            if states.exchange.rank == 0:  # steps too of an optimizer without state, which random rounding goes by
+            if states.exchange.rank == 0:  # steps even if there is no state: random rounding reads them
                 step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
                 state[table] = {"step": step, **totals_of(config, steps), **entry}
         groups = [self._of_widths[0].options() | {"params": [*states.tables]}]
         return {"state": state, "param_groups": groups, **states.elsewhere()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` has returned, of this collection or of one in one process, or what torch's
-        optimizer of the same name did for these tables: given on all ranks, or the state on rank 0 alone and the param
-        group on all of them. A collective. Raises `InvalidInputError` or `ConfigError` on all ranks before anything
-        changes."""
+        """Loads the result of `state_dict`, of this collection or of one in one process, or that of torch's optimizer
+        of the same name for these tables: given on all ranks, or the state on rank 0 alone and the param group on all
+        of them. A collective. Raises `InvalidInputError` or `ConfigError` on all ranks before anything changes."""
         states, first, options = self._states(), self._of_widths[0], {}
 
         def given() -> dict[int, Mapping[str, Any]]:

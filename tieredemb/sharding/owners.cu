@@ -1,13 +1,13 @@
-// Which rank owns the row of each occurrence, what it calls the row, and how many each rank is asked for; and which
-// occurrence is the first of its row, where a row comes back once.
+// Which rank owns the row of each occurrence, the row's number there, and how many ids are requested of each rank; and
+// which occurrence is the first of its row, where a row comes back once.
 //
-// Firsts are found by open addressing with linear probing: a cell holds an occurrence + 1, of those of one row in the
-// end the first one, in whichever order threads come.
+// Firsts are found by open addressing with linear probing: a cell holds an occurrence + 1, at the end the first one of
+// its row, in whichever order threads run.
 #include "common.cuh"
 
-// Of the features of a key space: the first key of the table of each, the number of that in the collection, and the
-// rank that holds it whole, or −1 where its rows are dealt out to all `ranks`.
-struct Dealt {
+// Of each feature of a key space: the first key of its table, the table's number in the collection, and the rank that
+// holds the table whole, or −1 where it is row-wise over all `ranks`.
+struct RowOwners {
     const i64 *first, *table, *owner;
     int ranks;
 };
@@ -19,7 +19,7 @@ __device__ __forceinline__ void count_alike(i64 *counts, int where) {
     if (where >= 0 && __ffs(alike) - 1 == lane_index()) atomicAdd((u64 *)(counts + where), (u64)__popc(alike));
 }
 
-// The cell of the key of occurrence i, which holds that occurrence or an earlier one from now on.
+// The cell of the key of occurrence i, which holds that occurrence or an earlier one from then on.
 __device__ __forceinline__ int enter(int *cells, i64 n_cells, const i64 *keys, int i) {
     const i64 key = keys[i];
     i64 at = first_cell(key, n_cells);
@@ -35,22 +35,24 @@ __device__ __forceinline__ int enter(int *cells, i64 n_cells, const i64 *keys, i
     }
 }
 
-// Of each occurrence the rank that owns its row, or `ranks` where nothing is looked up, and the row's number there; and
-// its cell, where `cells` are given, which come empty. Adds to `counts`, of each rank a row of `stride`, how many
-// occurrences of each feature it owns. Moves 12 + 12 bytes an occurrence, and with cells 12 more at random.
-extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i64 batch, Dealt dealt, int *owner,
-                                       i64 *local, i64 *counts, i64 stride, int *cells, i64 n_cells, int *cell) {
+// Writes, for each occurrence, the rank that owns its row, or `ranks` where nothing is looked up, and the row's number
+// there; and its cell, where `cells` are given, which must be empty. Adds to `counts`, which has a row of `stride` for
+// each rank, how many occurrences of each feature it owns. Moves 12 + 12 bytes an occurrence, with cells 12 more at
+// random.
+extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i64 batch, RowOwners row_owners,
+                                       int *owner, i64 *local, i64 *counts, i64 stride, int *cells, i64 n_cells,
+                                       int *cell) {
     wait_for_prior_kernel();
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {  // whole warps
         const i64 i = base + threadIdx.x;
         const i64 key = i < n ? keys[i] : -1;
-        int rank = dealt.ranks, feature = 0;
+        int rank = row_owners.ranks, feature = 0;
         if (key >= 0) {
             feature = bag[i] / (int)batch;
-            const i64 row = key - dealt.first[feature];
-            rank = (int)dealt.owner[feature];
-            local[i] = rank < 0 ? row / dealt.ranks : row;
-            if (rank < 0) rank = (int)((row + dealt.table[feature]) % dealt.ranks);
+            const i64 row = key - row_owners.first[feature];
+            rank = (int)row_owners.owner[feature];
+            local[i] = rank < 0 ? row / row_owners.ranks : row;
+            if (rank < 0) rank = (int)((row + row_owners.table[feature]) % row_owners.ranks);
         }
         if (i < n) owner[i] = rank;
         if (cells && key >= 0) cell[i] = enter(cells, n_cells, keys, (int)i);
@@ -58,9 +60,10 @@ extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i
     }
 }
 
-// Which occurrences are the first of their row, in the order that they are sorted to, by owner: `owner`, sorted, and
-// `order`, which occurrence each is. Writes 1 for those to `is_first`, else 0, and to `place` where each occurrence is
-// in that order. Adds to `counts` as `owners_find`, of firsts. Moves 32 bytes an occurrence, most of them at random.
+// Finds the occurrences that are the first of their row, in the order of their owners: `owner` is sorted, and `order`
+// says which occurrence each is. Writes 1 for the first ones to `is_first`, else 0, and the position of each occurrence
+// in that order to `place`. Adds the first ones to `counts`, as `owners_find`. Moves 32 bytes an occurrence, most of
+// them at random.
 extern "C" __global__ void firsts_find(const int *owner, const i64 *order, const int *bag, i64 n, i64 batch, int ranks,
                                        const int *cells, const int *cell, int *is_first, int *place, i64 *counts,
                                        i64 stride) {
@@ -80,15 +83,16 @@ extern "C" __global__ void firsts_find(const int *owner, const i64 *order, const
     }
 }
 
-// What is asked for, in that order. Writes the rows' numbers, and as homes of the occurrences where their rows will be
-// among those that come; other occurrences keep theirs. Where `cells` are given, one row comes for all occurrences of
-// it, and the numbers of those that are not the first are inverted. `firsts`: how many of `is_first` are up to each.
-extern "C" __global__ void asked_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks,
-                                       const int *cells, const int *cell, const int *place, const int *firsts, i64 *ids,
-                                       int *homes) {
+// Writes what is requested, in that order: the rows' numbers, and as homes of the occurrences the positions of their
+// rows among those that will be received; other occurrences keep theirs. Where `cells` are given, one row is received
+// for all its occurrences, and the numbers of those that are not the first are inverted. `firsts`: running sum of
+// `is_first`.
+extern "C" __global__ void requests_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks,
+                                          const int *cells, const int *cell, const int *place, const int *firsts,
+                                          i64 *ids, int *homes) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n; k += thread_count()) {
-        if (owner[k] >= ranks) return;  // nor do those behind it ask for anything
+        if (owner[k] >= ranks) return;  // nothing is looked up here, nor behind it
         const i64 i = order[k];
         const int first = cells ? cells[cell[i]] - 1 : (int)i;
         ids[k] = first == i ? local[i] : ~local[i];

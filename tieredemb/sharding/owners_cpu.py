@@ -1,5 +1,5 @@
 """Which rank owns the row of each occurrence, and which occurrence is the first of its row: on a CPU what `owners.cu`
-does. Of tables that are dealt out to all ranks.
+does, for row-wise tables.
 
 A hash table of each table's ids finds the first ones, in half the time of a sort.
 """
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 GRAIN = 8192  # occurrences a thread is worth
-CELLS = 2  # of an occurrence
+CELLS = 2  # for an occurrence, in the hash table
 
 
 class Owners(NamedTuple):
-    """What is asked of whom. `counts`, `firsts`: int64 (W, F), how many occurrences of each feature a rank owns the row
-    of, and how many of these are the first of theirs · `order`: int64 (K,), by rank, those occurrences · `asked`: int64
-    (K,), of each the number of the row among those that its owner holds of a table, inverted (~) where it is not the
-    first · `homes`: int32 (N,), of each occurrence where its row is among those that come back, one of each first
-    occurrence; `DROPPED` for padding."""
+    """What is requested of which rank. `counts`, `firsts`: int64 (W, F), how many occurrences of each feature a rank
+    owns the row of, and how many of these are the first of their row · `order`: int64 (K,), those occurrences by rank ·
+    `requested`: int64 (K,), the number of each one's row among those that its owner holds of the table, inverted (~)
+    where the occurrence is not the first · `homes`: int32 (N,), the position of each occurrence's row among those that
+    come back, one for each first occurrence; `DROPPED` for padding."""
 
     counts: Array
     firsts: Array
     order: Array
-    asked: Array
+    requested: Array
     homes: Array
 
 
@@ -47,22 +47,22 @@ def find_owners(bags: Bags, space: KeySpace, ranks: int) -> Owners:
     owner, number, homes = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
     bounds = even_bounds(tables, GRAIN * tables // max(1, n))
     parallel_for(owners_find, bounds, *of, owner, number, counts, firsts)
-    asked = np.empty(counts.sum(), np.int64)
-    order = np.empty_like(asked)
-    parallel_for(asked_place, bounds, *of, owner, number, _starts(counts), _starts(firsts), order, asked, homes)
-    return Owners(counts, firsts, order, asked, homes)
+    requested = np.empty(counts.sum(), np.int64)
+    order = np.empty_like(requested)
+    parallel_for(requests_place, bounds, *of, owner, number, _starts(counts), _starts(firsts), order, requested, homes)
+    return Owners(counts, firsts, order, requested, homes)
 
 
 def _starts(counts: Array) -> Array:
-    """Where those of each rank and feature begin, rank by rank: int64 (W, F)."""
+    """Where the counts of each rank and feature begin, rank by rank: int64 (W, F)."""
     starts: Array = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)
     return starts
 
 
 @inline
 def first_of(keys, i, cells):
-    """The first occurrence with the key of occurrence i, of those that were looked for in `cells`, which hold
-    occurrences + 1."""
+    """The first occurrence with the key of occurrence i, among those entered in `cells` so far; enters i if there is
+    none. `cells` hold occurrences + 1."""
     n = cells.shape[0]
     cell = first_cell(keys[i], n)
     while cells[cell] != EMPTY_CELL:
@@ -76,9 +76,10 @@ def first_of(keys, i, cells):
 
 @over_ranges
 def owners_find(lo, hi, keys, edges, features, start, names, ranks, owner, number, counts, firsts):
-    """Of the occurrences of tables lo … hi − 1 the rank that owns the row, or −1, and the number of a first one among
-    those of its feature and rank; of others their first occurrence, inverted. `features`: int64 (T + 1,), where the
-    tables' features begin. Moves 20 bytes an occurrence, and as many at random in cells and keys."""
+    """Writes, for the occurrences of tables lo … hi − 1, `owner`: the rank that owns the row, or −1; and `number`: of a
+    first occurrence its number among those of its feature and rank; of others the first occurrence, inverted.
+    `features`: int64 (T + 1,), where the tables' features begin. Moves 20 bytes an occurrence, and as many at random in
+    cells and keys."""
     for table in range(lo, hi):
         begin, end = edges[features[table]], edges[features[table + 1]]
         cells = np.zeros(CELLS * (end - begin) + 1, np.int32)
@@ -99,10 +100,12 @@ def owners_find(lo, hi, keys, edges, features, start, names, ranks, owner, numbe
 
 
 @over_ranges
-def asked_place(lo, hi, keys, edges, features, start, names, ranks, owner, number, ask, row, order, asked, homes):
-    """Of the occurrences of tables lo … hi − 1, in their order, what is asked, and where their rows will be. `ask`,
-    `row`: int64 (W, F), where the occurrences of a rank and feature begin among those that are asked for, which is
-    counted on, and the first ones among these. Moves 40 bytes an occurrence."""
+def requests_place(
+    lo, hi, keys, edges, features, start, names, ranks, owner, number, next_entry, first_row, order, requested, homes
+):
+    """Writes what is requested for the occurrences of tables lo … hi − 1, in their order, and the positions of their
+    rows. `next_entry`, `first_row`: int64 (W, F), where the requests of a rank and feature begin, which is counted up,
+    and where its rows begin. Moves 40 bytes an occurrence."""
     for table in range(lo, hi):
         for feature in range(features[table], features[table + 1]):
             for i in range(edges[feature], edges[feature + 1]):
@@ -110,13 +113,13 @@ def asked_place(lo, hi, keys, edges, features, start, names, ranks, owner, numbe
                 if rank < 0:
                     homes[i] = DROPPED
                     continue
-                k = ask[rank, feature]
-                ask[rank, feature] += 1
+                k = next_entry[rank, feature]
+                next_entry[rank, feature] += 1
                 local = np.int64(np.uint64(keys[i] - start[table]) // np.uint64(ranks))
                 order[k] = i
                 if number[i] >= 0:
-                    homes[i] = row[rank, feature] + number[i]
-                    asked[k] = local
+                    homes[i] = first_row[rank, feature] + number[i]
+                    requested[k] = local
                 else:
                     homes[i] = homes[~number[i]]
-                    asked[k] = ~local
+                    requested[k] = ~local

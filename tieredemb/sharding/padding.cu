@@ -1,8 +1,7 @@
-// Exchanges of one size, on a GPU: what `padding` and `request` say by arithmetic of tensors, of tables that are
-// dealt out.
+// Exchanges of one size, on a GPU: what `padding` and `request` do by operations on tensors, for row-wise tables.
 //
-// What a rank is asked for lies in a block of `bound` entries, of which the first are ids. A message is, for each rank,
-// how many ids of each feature there are, and the block.
+// The requests to a rank lie in a block of `bound` entries, of which the first are ids. A message has, for each rank,
+// the number of ids of each feature, and the block.
 #include "common.cuh"
 
 struct Messages {
@@ -28,8 +27,8 @@ __device__ __forceinline__ int upper_bound(const i64 *ends, int count, i64 numbe
 
 // --- what is sent -----------------------------------------------------------------------------------------------------
 
-// How many ids each rank is asked for, and behind those how many different rows: `begins` (2, ranks + 1), where they
-// begin among all, and end. `counts`: of each rank a row of `stride`, first of the features' ids. One block, one warp.
+// Where the ids requested of each rank begin among all, and end, and the different rows: `begins` (2, ranks + 1).
+// `counts`: a row of `stride` for each rank, ids of each feature and then rows of each. One block, one warp.
 extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks, int features, i64 *begins) {
     wait_for_prior_kernel();
     for (int which = 0; which < 2; which++) {
@@ -44,9 +43,9 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
     }
 }
 
-// Puts what is asked for into blocks: the occurrences, `order` to `padded`, and `ids` to `values`, behind the counts of
-// each rank. What fills a block up is a copy of some value. Homes of occurrences, where they are numbers of rows, become
-// those of the rows' entries, where each rank sends `rows`. Moves 32 bytes an entry, and 8 an occurrence.
+// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank.
+// The rest of a block has copies of some value. Homes of occurrences, which are numbers of rows, become entries, where
+// each rank sends `rows`. Moves 32 bytes an entry, and 8 an occurrence.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
     i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, i64 *padded, i64 *values) {
@@ -72,17 +71,18 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
     }
 }
 
-// --- what has come ----------------------------------------------------------------------------------------------------
+// --- what is received -------------------------------------------------------------------------------------------------
 
-// What one rank asks for of one feature is a piece; they lie feature by feature, and in these rank by rank. Of each:
-// where it ends among all ids, and how much further its ids lie among the entries, `shift`. And where features begin and
-// end, `edges` (features + 1,), and how many ids each rank's block has, `ids` (ranks,). One block of 1,024 threads.
+// The ids of one rank and one feature are a piece; pieces lie feature by feature, and in these rank by rank. Writes
+// where each ends among all ids, `ends`, and how much further its ids lie among the entries, `shift`; where features
+// begin and end, `edges` (features + 1,); and how many ids each rank's block has, `ids` (ranks,). One block of 1,024
+// threads.
 extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i64 *ends, i64 *shift, i64 *edges,
                                                                i64 *ids) {
     wait_for_prior_kernel();
     __shared__ int so_far;
     const int ranks = came.ranks, features = came.features;
-    for (int rank = threadIdx.x / 32; rank < ranks; rank += 32) {  // whatever has come, nobody reads beyond a block
+    for (int rank = threadIdx.x / 32; rank < ranks; rank += 32) {  // whatever was received, nobody reads beyond a block
         i64 done = 0;
         for (int base = 0; base < features; base += 32) {
             const int f = base + lane_index();
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i6
     }
 }
 
-// 1 for each entry whose row goes back, which is asked for the first time, else 0. `ids`: of each rank's block.
+// Writes 1 for each entry whose row goes back, as it is requested there first, else 0. `ids`: of each rank's block.
 extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, const i64 *ids, int *is_first) {
     wait_for_prior_kernel();
     for (i64 entry = thread_index(); entry < came.ranks * came.bound; entry += thread_count()) {
@@ -124,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, con
     }
 }
 
-// Ids in the order of the pieces: of each number among them the entry, to `joined`, and to `entry`, which is `entries`
-// behind the last id; the id, and which row of the output it has. And to `picked`, which comes zero, the number that
-// each row that goes back has: of all ids, at their entries, or, where `firsts` says how many of `is_first` are up to
-// each entry, of those alone, `rows` for each rank. Moves 36 bytes an entry, and 8 or 12 more at random.
+// Sorts the ids by piece. Writes, for each position, the entry to `joined`, and to `entry`, which is `entries` behind
+// the last id; the id; and its row of the output. Writes to `picked`, which must be zero, the position of the id of each
+// row that goes back: one for each entry, or, where `firsts` is given, the running sum of `is_first`, one for each first
+// id, `rows` for each rank. Moves 36 bytes an entry, and 8 or 12 more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const i64 *ends, const i64 *shift,
                                                            const int *firsts, i64 rows, i64 *joined, i64 *entry,
                                                            i64 *ids, int *row, i64 *picked) {
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const 
         joined[number] = at;
         entry[number] = is_id ? at : entries;
         row[number] = (int)(is_id ? at : entries - 1);
-        ids[number] = firsts ? id ^ (id >> 63) : id;  // one that was asked for before comes inverted
+        ids[number] = firsts ? id ^ (id >> 63) : id;  // inverted if it was requested before
         if (!is_id) continue;
         if (!firsts) picked[at] = number;
         else if (id >= 0) {

@@ -1,8 +1,8 @@
-"""Exchanges of one size: what a rank is asked for is padded to a bound that all ranks know, so that no host has to know
-how much it is.
+"""Exchanges of one size: requests are padded to a bound that all ranks know, so that no host has to know how many there
+are.
 
-Counts travel with the ids, and who gets them finds out on the device where everything lies. Here it is arithmetic of
-tensors, on either kind of device, and waits for nothing: so it fits a CUDA graph. On a GPU kernels do most of it
+Counts are sent with the ids, and the receiver computes on the device where everything lies. Here these are operations
+on tensors, on either kind of device. They wait for nothing, so they fit a CUDA graph. On a GPU kernels do most of it
 instead (`device_padding`).
 """
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of all parts, of which there mostly are two at most
+MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of all parts, which are seldom more than two
 
 
 class Padding:
-    """Values that lie rank by rank, and the blocks of `bound` entries, one a rank, that they are sent in: a block
-    begins with the rank's values. What fills it up nobody reads; it is a copy of some value, so finite where they
-    are."""
+    """Values that lie rank by rank, and the blocks of `bound` entries, one a rank, in which they are sent: a block
+    begins with the rank's values. Nobody reads the rest of it, which has copies of some value, and so is finite where
+    they are."""
 
     def __init__(self, sizes: torch.Tensor, bound: int) -> None:
         """`sizes`: int64 (W,), how many values each rank has, `bound` at most."""
@@ -30,7 +30,7 @@ class Padding:
         self._numbers = (self._starts[:, None] + inside).view(-1)
 
     def pad(self, values: torch.Tensor) -> torch.Tensor:
-        """The blocks (W · bound, …) of `values` (N, …), which may be more than the ranks have, at the end."""
+        """The blocks (W · bound, …) of `values` (N, …), which may have more at the end than the ranks have."""
         if len(values) == 0:
             return values.new_zeros((self.entries, *values.shape[1:]))
         return values.index_select(0, self._numbers.clamp(max=len(values) - 1))
@@ -41,47 +41,48 @@ class Padding:
         return (number - self._starts[rank] + rank * self.bound).clamp_(0, self.entries - 1)
 
     def place(self, homes: torch.Tensor, order: torch.Tensor) -> None:
-        """Writes to `homes`, int32 (N,), of the occurrences `order`, int64 (K,), the entries of the values that they
-        are. What lies behind the values in `order` keeps its home."""
+        """Writes the entries of the values `order`, int64 (K,), which are occurrences, to `homes`, int32 (N,).
+        Occurrences in `order` behind the ranks' values keep their homes."""
         number = torch.arange(len(order), device=homes.device)
         entry = self.entries_of(number).to(homes.dtype)
         homes.index_copy_(0, order, torch.where(number < self._ends[-1], entry, homes[order]))
 
     def move(self, homes: torch.Tensor) -> None:
-        """Makes of homes that are numbers of values, int32 (N,), their entries; others, which are negative, stay."""
+        """Makes `homes`, int32 (N,), which are numbers of values, their entries; negative ones stay."""
         entry = self.entries_of(homes.clamp(min=0).to(torch.int64)).to(homes.dtype)
         torch.where(homes >= 0, entry, homes, out=homes)
 
 
 def firsts_of(ids: torch.Tensor, counts: torch.Tensor, bound: int) -> torch.Tensor:
-    """Where the row of each entry goes among those that come back, `bound` for each rank: int64 (W · B,), that of an id
-    which was asked for before, or is none, behind them all. `ids`: int64 (W · B,), as they were asked for · `counts`:
-    int64 (W,), how many of each rank's block are ids."""
+    """Of each entry the position of its row among those that come back, `bound` for each rank: int64 (W · B,). Entries
+    of ids that were requested before, and entries without an id, get the position behind all rows. `ids`: int64 (W ·
+    B,), as they were requested · `counts`: int64 (W,), how many of each rank's block are ids."""
     blocks = ids.view(len(counts), -1)
     number = torch.arange(blocks.shape[1], device=ids.device)
     is_first = (blocks >= 0) & (number < counts[:, None])
-    before = torch.cumsum(is_first.view(-1), 0).view_as(blocks) - 1  # as one: a GPU scans each of few rows by one block
+    before = torch.cumsum(is_first.view(-1), 0).view_as(blocks) - 1  # as one row: a GPU scans each row by one block
     at = before - (before[:, :1] + 1 - is_first[:, :1].long())
-    goes = is_first & (at < bound)
+    is_returned = is_first & (at < bound)
     at += torch.arange(len(counts), device=ids.device)[:, None] * bound
-    return torch.where(goes, at, len(counts) * bound).view(-1)
+    return torch.where(is_returned, at, len(counts) * bound).view(-1)
 
 
-def each_asked(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as they are, of which those that were asked for before may be inverted."""
+def plain_ids(ids: torch.Tensor) -> torch.Tensor:
+    """The ids themselves, of which those that were requested before may be inverted."""
     return ids ^ (ids >> 63)
 
 
 class Message(NamedTuple):
-    """What one rank asks all for, rank by rank: how many ids of each feature, the ids in a block, and of features whose
-    bags the rank pools, how many ids each bag has. `values`: int64 (M,) · `sizes`: how many of them each rank gets."""
+    """What one rank requests of all, rank by rank: how many ids of each feature, the ids in a block, and, of features
+    whose bags the owner pools, how many ids each bag has. `values`: int64 (M,) · `sizes`: how many of them each rank
+    gets."""
 
     values: torch.Tensor
     sizes: list[int]
 
 
 def copied(values: torch.Tensor, times: int) -> torch.Tensor:
-    """So many times the `values`, (K, …), one after the other."""
+    """The `values`, (K, …), repeated `times` times, one copy after the other."""
     return values.expand(times, *values.shape).flatten(0, 1)
 
 
@@ -93,7 +94,7 @@ def message(
     copies: int = 1,
 ) -> Message:
     """`counts`: int64 (W, F) · `ids`: int64 (W · bound,) · `lengths`: int64 (F, B), in the order of the ranks that hold
-    the features, which are `held` by each · `copies`: to how many times the ranks it goes."""
+    the features, `held` by each · `copies`: how many times the message is sent."""
     ranks = counts.shape[0]
     blocks = torch.cat([counts, ids.view(ranks, -1)], 1)
     if lengths is None:
@@ -106,16 +107,16 @@ def message(
     return Message(values if copies == 1 else copied(values, copies), sizes * copies)
 
 
-def whole_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
-    """Of a part of whole tables, the `back` and the `grads` of `Bags` of so many samples. `held`, `copies`: of
+def table_wise_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
+    """The `back` and the `grads` of `Bags`, of a table-wise part with so many samples. `held`, `copies`: see
     `message`."""
     bags = [features * samples for features in held] * copies
     return bags if copies == 1 else [], bags
 
 
-class Came(NamedTuple):
-    """The messages of all ranks, read. `counts`: int64 (W, F), of each rank, `bound` in all at most · `ids`: int64
-    (W · bound,) · `lengths`: int64 (F′, ΣB), of the features that this rank holds, in these rank by rank."""
+class ReceivedMessages(NamedTuple):
+    """The messages of all ranks. `counts`: int64 (W, F), of each rank, `bound` in all at most · `ids`: int64 (W ·
+    bound,) · `lengths`: int64 (F′, ΣB), of the features that this rank holds, in these rank by rank."""
 
     counts: torch.Tensor
     ids: torch.Tensor
@@ -123,19 +124,19 @@ class Came(NamedTuple):
 
 
 def sizes_of(features: int, bound: int, held: int, samples: Sequence[int]) -> list[int]:
-    """How long the messages are that come, of ranks that have so many `samples`. `features`: F · `held`: F′."""
+    """How long the received messages are, of ranks that have so many `samples`. `features`: F · `held`: F′."""
     return [features + bound + held * each for each in samples]
 
 
-def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> Came:
-    """Reads messages of `sizes_of` these."""
+def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> ReceivedMessages:
+    """Reads messages of `sizes_of` the same arguments."""
     pieces = torch.split(values, sizes_of(features, bound, held, samples))
     counts = torch.stack([piece[:features] for piece in pieces])
     ids = torch.cat([piece[features : features + bound] for piece in pieces])
-    # whatever has come, nobody reads beyond a block
+    # whatever was received, nobody reads beyond a block
     ends = torch.cumsum(counts, 1).clamp_(0, bound)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
     if not held:
-        return Came(counts, ids, None)
+        return ReceivedMessages(counts, ids, None)
     lengths = [piece[features + bound :].view(held, each) for piece, each in zip(pieces, samples, strict=True)]
-    return Came(counts, ids, torch.cat(lengths, 1))
+    return ReceivedMessages(counts, ids, torch.cat(lengths, 1))

@@ -1,4 +1,4 @@
-"""What a sharded collection asks of the ranks that it lies on: of several (`together`) or of one (`alone`)."""
+"""What a sharded collection needs of the ranks that hold it: several (`distributed_ranks`) or one (`single_rank`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(abc.ABC):
-    """This rank, and the others. Where they are several every call is a collective."""
+    """This rank and the others. If there are several, every call is a collective."""
 
     @property
     @abc.abstractmethod
@@ -32,7 +32,7 @@ class Ranks(abc.ABC):
 
     @property
     def engine(self) -> Engine | None:
-        """That of a rank which looks up and updates alone."""
+        """The engine of a single rank, which looks up and updates by itself; None for several."""
         return None
 
     @property
@@ -43,12 +43,12 @@ class Ranks(abc.ABC):
     @property
     @abc.abstractmethod
     def exchange(self) -> Exchange:
-        """What the ranks exchange by."""
+        """The collectives of the ranks."""
 
     @property
     @abc.abstractmethod
     def planned(self) -> PlannedForwards:
-        """The forwards that were planned, and have yet to come."""
+        """The forwards that were planned and have not run yet."""
 
     @abc.abstractmethod
     def plan_ahead(
@@ -59,19 +59,22 @@ class Ranks(abc.ABC):
         kind: PlanKind,
         memory: Any,
     ) -> Planned:
-        """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch."""
+        """Plans the forward of `given` before it runs, by `executor`; `make_batch` checks the inputs and makes its
+        batch."""
 
     @abc.abstractmethod
     def forward(self) -> contextlib.AbstractContextManager[None]:
-        """A forward comes inside, which may fail before it looks anything up."""
+        """The context of a forward, which may fail before it looks anything up."""
 
     @abc.abstractmethod
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
-        """Pools a batch: (B, ΣD). `hook`: see `Engine.lookup` · `recomputed`: whether a backward asks for it again."""
+        """Pools a batch: (B, ΣD). `hook`: see `Engine.lookup` · `recomputed`: whether a backward computes the forward
+        again."""
 
     @abc.abstractmethod
     def end_accumulate(self, error: Exception | None = None) -> None:
-        """All are about to update what they have accumulated, or this rank has met an `error`, which all then raise."""
+        """All ranks are about to apply their accumulated update, or this rank has met an `error`, which all then
+        raise."""
 
     @abc.abstractmethod
     def follow(
@@ -81,8 +84,8 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """What all have of the exact sums, int64 (T, ·), or the maxima, float64 (T,), of the tables of a width, in
-        their order."""
+        """Sums over all ranks the exact sums, int64 (T, ·), of the tables of a width, in their order; or takes the
+        maxima, float64 (T,)."""
 
     @abc.abstractmethod
     def weight(self, table: int) -> torch.Tensor | None:
@@ -90,9 +93,9 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
-        """Sets whole tables, of `weights` (rows, D) that all ranks have, or rank 0 alone. `problems`: of this rank.
-        Returns the tables that are known to any rank, and the problems of other ranks: of several ranks none sets
-        anything where one has a problem."""
+        """Sets whole tables to `weights` (rows, D), which all ranks have, or rank 0 alone. `problems`: of this rank.
+        Returns the tables that any rank was given, and the problems of other ranks. Where one of several ranks has a
+        problem, none sets anything."""
 
     @abc.abstractmethod
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
@@ -112,4 +115,4 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends what is under way between the ranks."""
+        """Ends the exchanges of the ranks."""

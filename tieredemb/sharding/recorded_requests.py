@@ -1,17 +1,19 @@
-"""Which rows an eager forward of ranks on a GPU requests from whom, and which are requested of it, recorded as CUDA
-graphs where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
+"""The ids that an eager forward of ranks on a GPU requests, and those that are requested of it, found and exchanged by
+CUDA graphs, where batches of one form occur repeatedly: three replays stand for a hundred launches, of torch and of
+ours.
 
-Between them is what no eager graph holds: the header by which ranks agree to an exchange of one size, and the exchange.
-That size is `max_ids`; where the user names none, it is somewhat more than any rank has requested of another where the
-ranks had as many samples, which all of them know by the headers; and likewise how many different rows come back. The
-host does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before
-rows are sent. A batch that does not fit is requested anew, in blocks of just the size that it needs; one that is wrong
-requests nothing.
+Between the graphs is what no eager graph can hold: the header by which ranks agree to an exchange of one size, and the
+exchange. The size is `max_ids`. Where the user names none, it is somewhat more than any rank has requested from another
+where the ranks had as many samples, which all of them know by the headers. The number of different rows that come back
+is learned likewise. The host does not wait to learn whether a batch fits: it launches what follows as if it did, and
+checks before rows are sent. A batch that does not fit is requested again, in blocks of just the size that it needs; a
+wrong batch requests nothing.
 
-A batch that needs more than the bound, or far less, changes it, and goes in blocks of just its size, or of `max_ids`.
-After one that did not fit its rank looks first for a while. Where a lookup by itself changes rows, as with dense
-optimizers and with `max_norm`, the host always looks first. The graphs lie in memory of their own, which a forward has
-until its gradients are exchanged; what an update that is put off reads is copied. Forwards in flight have others.
+A batch that needs more than the bound, or far less, changes the bound, and goes in blocks of just its size, or of
+`max_ids`. After a batch that did not fit, its rank checks first for a while. Where a lookup by itself changes rows, as
+with dense optimizers and with `max_norm`, the host always checks first. Graphs have memory of their own, which belongs
+to one forward until its gradients are exchanged. What a deferred update reads is copied. Other forwards in flight have
+other graphs.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.sharding.context import ShardedContext, with_room
-from tieredemb.sharding.header import Bound, Bounds, Most
+from tieredemb.sharding.context import ShardedContext, with_margin
+from tieredemb.sharding.header import Bound, Bounds, LargestRequest
 from tieredemb.sharding.stats import IDS
 from tieredemb.tables.group import device_groups
 
@@ -43,17 +45,18 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 V = TypeVar("V")
-MOST_FORMS = 4  # that are recorded, those used last
-MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
-MOST_BOUNDS = 64  # that are known, for as many numbers of samples, those used last
-LOOSE = 2  # × what a batch needs with some room: of a larger bound the rest would be sent in vain
-LEAST_ROOM = 64  # ids or rows: of a bound below that the rest is sent all the same, as nearly empty parts come and go
-CAREFUL = 16  # forwards that look first, after one that did not fit
+MOST_FORMS = 4  # recorded at most: those used last
+MOST_AT_ONCE = 4  # forwards of one form in flight, each with graphs of its own
+MOST_BOUNDS = 64  # kept at most, one for each tuple of samples: those used last
+LOOSE = 2  # × what a batch needs with a margin: the rest of a larger bound would be wasted
+SMALLEST_BOUND = 64  # ids or rows: a bound up to twice that is never too large, as small parts vary a lot
+CHECKED_FIRST = 16  # forwards that check first, after one that did not fit
 
 
 class Form(NamedTuple):
-    """What the launches depend on. `bags`: those of one length, or how many of the `edges` are given · `samples`: how
-    many each rank has, as far as is known before their headers come · `bounds`: of ids that fit. Else see `Batch`."""
+    """What the launches depend on. `bags`: their length, if it is equal, or how many of the `edges` are given ·
+    `samples`: how many each rank has, as far as is known before their headers · `bounds`: of ids that fit. The rest:
+    see `Batch`."""
 
     ids: int
     batch: int
@@ -66,20 +69,20 @@ class Form(NamedTuple):
 
 
 class RecordedRequests:
-    """Those of the forwards of one module. `_bounds`: by the samples of each rank, that of an exchange of one size; all
-    ranks know the same · `_samples`: those that all ranks had when this one had as many as the key · `_before`: what
-    this rank has requested of another, by the samples of each."""
+    """The recorded requests of one module's forwards. `_bounds`: by the samples of each rank, the bounds of an exchange
+    of one size, equal on all ranks · `_samples`: what all ranks had when this one had as many as the key ·
+    `_last_requested`: what this rank has requested from another, by the samples of each rank."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
         self._bounds: OrderedDict[tuple[int, ...], Bounds] = OrderedDict()
-        self._before: OrderedDict[tuple[int, ...], Sequence[Most]] = OrderedDict()
+        self._last_requested: OrderedDict[tuple[int, ...], Sequence[LargestRequest]] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
-        self._careful = 0  # forwards that are yet to look first
+        self._checked_first = 0  # forwards that have yet to check first
 
     def of(self, batch: Batch) -> RecordedRequest | None:
-        """One that is free, for a batch of a form that has come often enough; None where the batch is to be found by
+        """A free one for a batch whose form has occurred often enough; None where the batch has to be found by
         launches."""
         samples = self._samples.get(batch.size)
         bounds = None if samples is None else self._bounds.get(samples)
@@ -94,84 +97,84 @@ class RecordedRequests:
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
-    def agreed(self, size: int, samples: Sequence[int], most: Sequence[Most]) -> Bounds | None:
+    def agreed_bounds(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
         """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
-        more than `most` of another in each part. Returns the bounds of an exchange of one size, if they fit and these
-        are not far too large. All ranks find the same."""
-        its, given = tuple(samples), self._context.max_ids
-        _put(self._samples, size, its)
-        if given is not None and max(each.ids for each in most) > given:
+        more than `most` from another in each part. Returns the bounds of an exchange of one size, if they take that and
+        are not far too large. All ranks compute the same."""
+        samples_of_ranks, max_ids = tuple(samples), self._context.max_ids
+        _put(self._samples, size, samples_of_ranks)
+        if max_ids is not None and max(each.ids for each in most) > max_ids:
             return None
-        known = self._bounds.get(its, ())
+        known = self._bounds.get(samples_of_ranks, ())
         of_parts = itertools.zip_longest(most, self._context.largest, known)
         wanted = tuple(self._wanted(*each) for each in of_parts)
-        _put(self._bounds, its, wanted)
+        _put(self._bounds, samples_of_ranks, wanted)
         if wanted == known:
             return known
         self._recorder.drop(
-            lambda form: form.samples == its and form.bounds != wanted
-        )  # a forward that has one keeps it
-        return None if given is None else (Bound(given, None),) * len(most)
+            lambda form: form.samples == samples_of_ranks and form.bounds != wanted
+        )  # forwards keep those that they use
+        return None if max_ids is None else (Bound(max_ids, None),) * len(most)
 
-    def _wanted(self, most: Most, largest: int, known: Bound | None) -> Bound:
-        """That of one part, `largest` at most: the one that is `known`, if it takes `most` and is not far too large."""
-        room = self._context.max_ids or min(with_room(most.ids), largest)
-        rows = min(with_room(most.rows), room)
+    def _wanted(self, most: LargestRequest, largest: int, known: Bound | None) -> Bound:
+        """The bound of one part, `largest` at most: the `known` one, if it takes `most` and is not far too large."""
+        report_buffer = self._context.max_ids or min(with_margin(most.ids), largest)
+        rows = min(with_margin(most.rows), report_buffer)
         if known is not None and known.takes(most):
-            limits = (LOOSE * max(each, LEAST_ROOM) for each in (room, rows))
-            if all(its is None or its <= limit for its, limit in zip(known, limits, strict=True)):
+            limits = (LOOSE * max(each, SMALLEST_BOUND) for each in (report_buffer, rows))
+            if all(of_bound is None or of_bound <= limit for of_bound, limit in zip(known, limits, strict=True)):
                 return known
-        return Bound(room, rows)
+        return Bound(report_buffer, rows)
 
-    def before(self, samples: Sequence[int]) -> Sequence[Most]:
-        """What this rank has requested of another last in each part, where the ranks had as many `samples`."""
-        return self._before.get(tuple(samples)) or self._context.no_counts.most
+    def last_requested(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
+        """What this rank last requested from another in each part, where the ranks had as many `samples`."""
+        return self._last_requested.get(tuple(samples)) or self._context.no_counts.most
 
-    def note(self, samples: Sequence[int], most: Sequence[Most]) -> None:
-        """It requests so much now."""
-        _put(self._before, tuple(samples), most)
+    def note(self, samples: Sequence[int], most: Sequence[LargestRequest]) -> None:
+        """Notes that it requests `most` now."""
+        _put(self._last_requested, tuple(samples), most)
 
-    def may_look_later(self) -> bool:
-        """Whether a forward may take it for granted that its ids fit, and are good, and look behind their exchange. Not
-        where a lookup by itself changes rows, whatever comes of it."""
-        if self._careful:
-            self._careful -= 1
+    def may_defer_check(self) -> bool:
+        """Whether a forward may assume that its ids fit and are valid, and check that after their exchange. Not where a
+        lookup by itself changes rows, even if it is dropped."""
+        if self._checked_first:
+            self._checked_first -= 1
             return False
         return not self._context.lookups_change_rows
 
-    def look_at_once(self) -> None:
-        """To look later was in vain: the next batch may not fit, either, or another rank not record, and what is done
-        in vain takes longer than to look."""
-        self._careful = CAREFUL
+    def check_at_once(self) -> None:
+        """A deferred check was wasted. The next batch may not fit either, or another rank may not record, and wasted
+        launches take longer than a check: so the next forwards check first."""
+        self._checked_first = CHECKED_FIRST
 
     def _takes(self, batch: Batch) -> bool:
-        """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
-        it lasts, and captured steps have buffers of their own."""
+        """Whether forwards of such a batch can be recorded. Not where the gradient of weights reads a forward for
+        longer than it lasts, nor in captured steps, which have buffers of their own."""
         context = self._context
         if batch.weights is not None or not len(batch.ids) or context.on_buffers:
             return False
         if torch.cuda.is_current_stream_capturing() or not can_record():
             return False
-        # plans are made on the stream of the forward, but where rows pass through the host
+        # plans are made on the forward's stream, unless rows pass through the host
         return not context.stages_rows
 
 
 def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
-    """As the one used last, of so many."""
+    """Inserts a value as the one used last; drops the oldest beyond `MOST_BOUNDS`."""
     into[key] = value
     into.move_to_end(key)
     if len(into) > MOST_BOUNDS:
         into.popitem(last=False)
 
 
-class User(Protocol):
-    """A forward that uses a request. `is_over`: whether it does no more."""
+class RequestUser(Protocol):
+    """A forward that uses a recorded request. `is_over`: whether it needs that no more."""
 
     is_over: bool
 
 
 class RecordedRequest:
-    """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
+    """The graphs of one form, used by one forward after the other. `samples`: how many each rank has."""
 
     def __init__(
         self,
@@ -182,34 +185,34 @@ class RecordedRequest:
         samples: Sequence[int],
         bounds: Bounds,
     ) -> None:
-        """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
-        that does. `cache`: which accounts for its memory."""
+        """Launches all of it once, as what is allocated and compiled at a first use must not be captured, and then
+        records it. Raises what that does. `cache`: accounts for its memory."""
         device, exchange = context.device, context.exchange
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
-        self._by: weakref.ref[User] | None = None
-        self._used = torch.cuda.Event()  # comes once the last use is over,
-        self._used_on: int | None = None  # which was on this stream
-        # where the host finds what was found, once the event has come
-        self._words, self._has_words = finder.room(), torch.cuda.Event()
-        pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
+        self._user: weakref.ref[RequestUser] | None = None
+        self._used = torch.cuda.Event()  # recorded behind the last use
+        self._used_on: int | None = None  # the stream of that
+        # the words that the host reads, once the event is over
+        self._words, self._has_words = finder.report_buffer(), torch.cuda.Event()
+        pool = GraphPool()  # of its own: no other forward's graphs write to what these leave there
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None
             with cache.memory():
                 self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
                 if isinstance(offsets, torch.Tensor):
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
-            still = batch._replace(ids=self._ids, offsets=offsets)
+            batch_of_graph = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
             self._requests: list[Request] = context.requests(self.samples, bounds)
             per_rank = [part.message for request in self._requests for part in request.parts]
-            self._per_rank = [sum(its) for its in zip(*per_rank, strict=True)]
+            self._per_rank = [sum(sizes) for sizes in zip(*per_rank, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
 
             def find() -> None:
-                found, words = finder.unchecked(still, finds_firsts=True)
+                found, words = finder.find_unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
-                finder.leave_out_faulty(found, words)
+                finder.drop_faulty(found, words)
                 self._found: list[GpuBags] = found
 
             def pad() -> None:
@@ -217,7 +220,7 @@ class RecordedRequest:
                 for bags, bound in zip(self._padded, bounds, strict=True):
                     bags.pad(bound)
                 self._given, self._sent = exchange.packed(
-                    [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
+                    [bags.requested for bags in self._padded], [bags.sent for bags in self._padded]
                 )
 
             def take() -> None:
@@ -228,65 +231,63 @@ class RecordedRequest:
             find()
             pad()
             with cache.memory():
-                self._received = exchange.room(self._given, self._per_rank).zero_()
+                self._received = exchange.receive_buffer(self._given, self._per_rank).zero_()
             take()
             for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
                 with graph.recorded([]):
                     launch()
 
     def _fill(self, batch: Batch) -> None:
-        """What is to be found is where the graphs look for it."""
+        """Copies the inputs to where the graphs read them."""
         self._ids.copy_(batch.ids)
         if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
             self._offsets.copy_(batch.offsets)
 
     def is_free(self) -> bool:
-        """Whether no forward uses it, or may come to."""
-        call = None if self._by is None else self._by()
+        """Whether no forward uses it, or may yet use it."""
+        call = None if self._user is None else self._user()
         return call is None or call.is_over
 
-    def find(self, call: User, batch: Batch) -> list[GpuBags]:
-        """The bags of `call`, which has it until it is over. Does not synchronise."""
-        self._by = weakref.ref(call)
+    def find(self, call: RequestUser, batch: Batch) -> list[GpuBags]:
+        """The bags of `call`, which owns this request until it is over. Does not synchronise."""
+        self._user = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._behind_use()
             self._fill(batch)
             self._find.replay([])
-            self.used()
+            self.mark_used()
             self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
-    def look(self) -> list[Most]:
-        """What the bags request in each part. Raises what is wrong with them. Waits until they were found."""
+    def check(self) -> list[LargestRequest]:
+        """The most that the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
-        return self._finder.most(self._words)
+        return self._finder.read_report(self._words)
 
     def pad(self) -> None:
-        """Behind `find`: makes what was found a message of one size, and no other. Does not synchronise."""
+        """Behind `find`: pads what was found to a message of one size. Does not synchronise."""
         with on_device(self._device):
             self._pad.replay([])
-            self.used()
+            self.mark_used()
 
     def exchange(self) -> tuple[list[GpuBags], list[Request]]:
-        """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what is
-        requested of this rank. Does not synchronise, by NCCL."""
+        """Behind `pad`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
+        is requested of this rank. Does not synchronise, by NCCL."""
         exchange = self._exchange
         with on_device(self._device):
             exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS)
             self._take.replay([])
-            requests = [request.apart() for request in self._requests]
-            self.used()
+            requests = [request.separated() for request in self._requests]
+            self.mark_used()
         return [bags.rebind() for bags in self._padded], requests
 
-    def used(self) -> None:
-        """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is
-        launched."""
+    def mark_used(self) -> None:
+        """The current stream's launches by now use it: the next forward waits for them. Does nothing in a capture."""
         if not torch.cuda.is_current_stream_capturing():
             self._used.record(self._behind_use())
 
     def _behind_use(self) -> torch.cuda.Stream:
-        """The current stream, which waits for the last use, if that was on another one: what it launches comes no
-        earlier."""
+        """The current stream, ordered after the last use, if that was on another stream."""
         stream = current_stream(self._device.index)
         if stream.cuda_stream != self._used_on:
             self._used.wait(stream)
@@ -294,7 +295,7 @@ class RecordedRequest:
         return stream
 
     def size_bytes(self) -> int:
-        """Of what it keeps, but for what its graphs need while they run."""
+        """Bytes that it keeps, besides what its graphs need while they run."""
         held = [self._ids, self._offsets, self._given, self._received]
         held += [each for bags in (*self._found, *self._padded) for each in bags.tensors()]
         held += [each for request in self._requests for each in request.tensors()]

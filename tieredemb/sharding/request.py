@@ -1,10 +1,10 @@
-"""What all ranks request of one in the tables of one width: one batch, of rows of tables that are dealt out, and of
-bags of those that the rank holds whole, alone or as all do. So there is one plan of it, and one update.
+"""What all ranks request of one in the tables of one width, as one batch: rows of row-wise tables, and bags of tables
+that this rank holds whole, alone or as all ranks do. So there is one plan of it, and one update.
 
-Messages are blocks of one size, of which the host knows the samples of each rank and nothing else. The ids of all ranks
-are put into the order that one process would have, feature by feature and in these rank by rank, and where each feature
-ends stands on the device. So an owner's update is that of one process, bit for bit. What is left at the end of their
-room is in no bag. On a CPU, where the tables' own host computes, there is room for no more ids than came.
+Messages are blocks of one size, of which the host knows each rank's samples and nothing else. The ids of all ranks are
+put into the order that one process would have, feature by feature and in these rank by rank. Where each feature ends is
+known on the device. So an owner's update is that of one process, bit for bit. The entries behind the last id belong to
+no bag. On a CPU, where the host knows how many ids it received, there are none.
 
 Rows of the output are single rows, or pooled bags (`step.stack`).
 """
@@ -25,7 +25,7 @@ from tieredemb.config import MODES
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
+from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
 from tieredemb.step.shallow import shallow_copy
@@ -35,11 +35,12 @@ _NUMBERS = itertools.count()
 
 
 class RequestPart(NamedTuple):
-    """What is requested of the tables of one part, of which this rank pools `held` features. How many values go to each
-    rank, or come from it: of the `message`; in the `answer`, rows, or of whole tables one of each bag, empty where it
-    stays here; as `grads`, one of each entry, or of each bag; in the `order` of entries, of values for these."""
+    """What is requested of the tables of one part, of which this rank pools `held` features. Each list has a number for
+    each rank. `message`: values received · `answer`: rows sent back, or of table-wise tables bags; empty where they
+    stay here · `grads`: gradients received, one for each entry or each bag · `order`: entries, of which values are
+    received."""
 
-    is_whole: bool
+    is_table_wise: bool
     held: int
     message: list[int]
     answer: list[int]
@@ -47,25 +48,25 @@ class RequestPart(NamedTuple):
     order: list[int]
 
 
-class Requests:
-    """What those of one width have in common. Features are in the order of the collection."""
+class RequestLayout:
+    """What all requests of one width have in common. Features are in the order of the collection."""
 
     def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
         self.parts, self.rank, self.ranks, self.device = list(parts), rank, ranks, device
         self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
-        # the parts whose bags are pooled where their tables are, and the one whose rows go back; if there are any
-        self.whole = [number for number, part in enumerate(parts) if part.is_whole]
-        self.dealt = next((number for number, part in enumerate(parts) if not part.is_whole), None)
+        # the parts whose owners pool the bags, and the one whose rows go back, if there are any
+        self.table_wise = [number for number, part in enumerate(parts) if part.is_table_wise]
+        self.row_wise = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
-        # of each feature its place among those of all parts, how its bags are pooled, and whether this rank pools them
+        # of each feature: its position among those of all parts, how its bags are pooled, and whether this rank does it
         self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
-        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_whole else None for _, p, k in found]
+        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_table_wise else None for _, p, k in found]
         self.is_held = [bool(held[p][k]) for _, p, k in found]
         self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
-        # of each of those its part, and which of that one's it is; and the other way round
+        # of each feature that is pooled here: its part, and its position there; and the inverse
         numbers = [itertools.count() for _ in parts]
         self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
         self.among = [self._upload([n for n, (p, _) in enumerate(self.pooled) if p == q]) for q in range(len(parts))]
@@ -74,77 +75,81 @@ class Requests:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
-        """That of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
+        """The request of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
         return Request(self, samples, bounds)
 
 
 class Request:
-    """That of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once it has come
-    (`take`)."""
+    """The request of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once the
+    messages were received (`take`)."""
 
     batch: Batch
 
-    def __init__(self, requests: Requests, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
-        self._all, self._samples, self._bounds = requests, list(samples), bounds
-        self._entries = [requests.ranks * bound.ids for bound in bounds]
+    def __init__(self, layout: RequestLayout, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
+        self._layout, self._samples, self._bounds = layout, list(samples), bounds
+        self._entries = [layout.ranks * bound.ids for bound in bounds]
         self.parts = []
-        for part, held, bound in zip(requests.parts, requests.held, bounds, strict=True):
-            ids = [bound.ids] * requests.ranks
-            back = ids if bound.rows is None else [bound.rows] * requests.ranks
+        for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
+            ids = [bound.ids] * layout.ranks
+            back = ids if bound.rows is None else [bound.rows] * layout.ranks
             sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
             bags = [held * each for each in samples]
-            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_whole else (back, ids)
-            self.parts.append(RequestPart(part.is_whole, held, sizes, answer, grads, ids))
+            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
+            self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
-    def take(self, came: Sequence[torch.Tensor]) -> None:
-        """The messages have come, of each part. Does not synchronise."""
-        if self.keeps_gradients and self._all.device.type == "cuda":
-            self._join(came[0])
+    def take(self, messages: Sequence[torch.Tensor]) -> None:
+        """Takes the received `messages`, one for each part. Does not synchronise."""
+        if self.keeps_gradients and self._layout.device.type == "cuda":
+            self._join(messages[0])
             return
-        each = [
+        received = [
             read(values, len(part.space.features), bound.ids, held, self._samples)
-            for values, part, held, bound in zip(came, self._all.parts, self._all.held, self._bounds, strict=True)
+            for values, part, held, bound in zip(
+                messages, self._layout.parts, self._layout.held, self._bounds, strict=True
+            )
         ]
-        self._ends = edges = self._place(each)
-        ids, goes = torch.cat([its.ids for its in each]), None
-        if self._all.dealt is not None:
-            dealt, rows = each[self._all.dealt], self._bounds[self._all.dealt].rows
+        self._ends = edges = self._place(received)
+        ids, destination = torch.cat([message.ids for message in received]), None
+        if self._layout.row_wise is not None:
+            row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
-                ids, goes = each_asked(ids), firsts_of(dealt.ids, dealt.counts.sum(1), rows)
+                ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
         ids = ids.index_select(0, self._joined)
-        stack = self._stack(edges, self._by_feature([its.lengths for its in each]), goes)
+        stack = self._stack(edges, self._by_feature([message.lengths for message in received]), destination)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
 
-    def _join(self, came: torch.Tensor) -> None:
-        """The same of one part that is dealt out, by kernels."""
-        (part,), ranks, ((bound, rows),) = self._all.parts, self._all.ranks, self._bounds
-        its = join_messages(came, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
-        self._ends, self._joined, self._entry = its.edges, its.joined, [its.entry]
-        stack = Stack([], its.row, 0, self._entries[0], its.picked)
-        self.batch = Batch(its.ids, its.edges, len(its.edges), False, 1, None, (its.ids, its.edges), stack=stack)
+    def _join(self, message: torch.Tensor) -> None:
+        """The same for a single, row-wise part, by kernels."""
+        (part,), ranks, ((bound, rows),) = self._layout.parts, self._layout.ranks, self._bounds
+        joined = join_messages(message, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
+        self._ends, self._joined, self._entry = joined.edges, joined.joined, [joined.entry]
+        stack = Stack([], joined.row, 0, self._entries[0], joined.picked)
+        self.batch = Batch(
+            joined.ids, joined.edges, len(joined.edges), False, 1, None, (joined.ids, joined.edges), stack=stack
+        )
 
-    def _place(self, came: Sequence[Came]) -> torch.Tensor:
-        """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
-        ranks, counts, firsts = self._all.ranks, [], []
+    def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
+        """Finds the entry of each id; returns where features begin and end, int64 (F + 1,)."""
+        ranks, counts, firsts = self._layout.ranks, [], []
         starts = [0, *itertools.accumulate(self._entries)]
-        rank = torch.arange(ranks, device=self._all.device)[:, None]
-        for its, bound, start in zip(came, self._bounds, starts, strict=False):
-            counts.append(its.counts)
-            firsts.append(torch.cumsum(its.counts, 1) - its.counts + rank * bound.ids + start)
-        order = self._all.order
+        rank = torch.arange(ranks, device=self._layout.device)[:, None]
+        for message, bound, start in zip(messages, self._bounds, starts, strict=False):
+            counts.append(message.counts)
+            firsts.append(torch.cumsum(message.counts, 1) - message.counts + rank * bound.ids + start)
+        order = self._layout.order
         count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
         first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
         ends = torch.cumsum(count, 0)
-        room = starts[-1]
-        if self._all.knows_ends:
-            room = int(ends[-1])
-        number = torch.arange(room, device=self._all.device)
+        length = starts[-1]
+        if self._layout.knows_ends:
+            length = int(ends[-1])
+        number = torch.arange(length, device=self._layout.device)
         piece = torch.searchsorted(ends, number, right=True)
         is_id = piece < len(ends)
         piece.clamp_(max=len(ends) - 1)
         joined = (first - ends + count)[piece] + number
-        # of each part the entries of its ids; those of others, and what lies behind the last id, have none
+        # of each part the entries of its ids; W · bound for ids of other parts, and behind the last id
         self._entry = [
             torch.where(is_id & (joined >= start) & (joined < stop), joined - start, stop - start)
             for start, stop in itertools.pairwise(starts)
@@ -154,65 +159,67 @@ class Request:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether that of its output is what comes of its one part, as it comes."""
-        return len(self.parts) == 1 and not self.parts[0].is_whole
+        """Whether the gradient of its output is what its one part receives, unchanged."""
+        return len(self.parts) == 1 and not self.parts[0].is_table_wise
 
     @property
     def _bags(self) -> int:
-        """How many rows of the output are of bags."""
+        """How many rows of the output are bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
     def _by_feature(self, of_parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Of each feature whose bags are pooled here, (ΣB, …), in their order: `of_parts` they are (F′, ΣB, …)."""
+        """The values of each feature whose bags are pooled here, (ΣB, …), in the order of the features. `of_parts`:
+        those of each part, (F′, ΣB, …)."""
         each = [() if its is None else its.unbind() for its in of_parts]
-        return [each[part][k] for part, k in self._all.pooled]
+        return [each[part][k] for part, k in self._layout.pooled]
 
-    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], goes: torch.Tensor | None) -> Stack:
-        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for. These lie as their
-        gradients will come, which so need not be put into the order of the ids. `lengths`: of the bags of each feature
-        that are pooled here, int64 (ΣB,) · `goes`: see `_picked`."""
-        bags, room, all_of = self._bags, len(self._joined), self._all
-        dealt, rows = all_of.dealt, 1
-        if dealt is None:
-            number = edges.new_full((room,), bags)
-        else:  # those of nobody have some
-            rows = self._entries[dealt]
-            number = self._entry[dealt].clamp(max=rows - 1) + bags
+    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
+        """The layout of the output: bags, and behind them the rows of ids, one for each entry, whether or not it is
+        requested. Rows lie in the order in which their gradients are received, so these need not be sorted. `lengths`:
+        of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`: see `_picked`."""
+        bags, length, layout = self._bags, len(self._joined), self._layout
+        row_wise, rows = layout.row_wise, 1
+        if row_wise is None:
+            number = edges.new_full((length,), bags)
+        else:  # ids of other parts get the last
+            rows = self._entries[row_wise]
+            number = self._entry[row_wise].clamp(max=rows - 1) + bags
         runs, starts = [], edges[:0]
         if bags:
             each = torch.stack([*lengths])
-            firsts = edges.index_select(0, all_of.held_features)
-            ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
+            firsts = edges.index_select(0, layout.held_features)
+            ends = edges.index_select(0, layout.held_features + 1)  # no bag reads beyond its feature
             starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
-            bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
-            for whole in all_of.whole:
-                number = torch.where(self._entry[whole] < self._entries[whole], bag, number)
-        picked = edges[:0] if dealt is None else self._picked(dealt, goes)
+            bag = torch.searchsorted(starts, torch.arange(length, device=layout.device), right=True) - 1
+            for part in layout.table_wise:
+                number = torch.where(self._entry[part] < self._entries[part], bag, number)
+        picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
 
-    def _picked(self, dealt: int, goes: torch.Tensor | None) -> torch.Tensor:
-        """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
-        where there are no ids. `goes`: where rows of the entries go among them, if not one after the other
+    def _picked(self, row_wise: int, destination: torch.Tensor | None) -> torch.Tensor:
+        """Which id each row of a part that goes back is of, int64 (K,); any id for entries that are padding; empty
+        where there are no ids. `destination`: of each entry, where its row lies among those, if not at the entry
         (`firsts_of`)."""
-        entry, back = self._entry[dealt], sum(self.parts[dealt].answer)
-        if goes is not None:  # nobody's goes behind them all
-            entry = torch.cat([goes, goes.new_full((1,), back)]).index_select(0, entry)
+        entry, back = self._entry[row_wise], sum(self.parts[row_wise].answer)
+        if destination is not None:  # ids of other parts go behind all rows
+            entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
-        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._all.device))
+        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._layout.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
     def _answer(self, call: Call, rows: torch.Tensor, back: int) -> torch.Tensor:
-        """Those that go `back`, of `rows` that were picked, unless they have gone."""
+        """The `back` rows to send, of `rows` that were picked; none if they have been written to the other ranks'
+        memory."""
         return rows if len(rows) or call.rows_to is not None else rows.new_zeros((back, rows.shape[1]))
 
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
         runs, feature, done = [], 0, 0
-        for mode, its in itertools.groupby(self._all.modes):
-            count = len(list(its))
-            held = sum(self._all.is_held[feature : feature + count])
+        for mode, modes in itertools.groupby(self._layout.modes):
+            count = len(list(modes))
+            held = sum(self._layout.is_held[feature : feature + count])
             feature += count
             if held and mode is not None:
                 its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
@@ -222,18 +229,18 @@ class Request:
         return runs
 
     def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """Of the `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of others get
-        some."""
+        """Of `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of other parts get any
+        of them."""
         return values.index_select(0, self._entry[number].clamp(max=self._entries[number] - 1))
 
     def _scattered(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """The other way round: those of a part, of `values` of all ids."""
+        """The inverse: the values of a part's entries, of `values` of all ids."""
         out = values.new_empty((self._entries[number] + 1, *values.shape[1:]))
         out.index_copy_(0, self._entry[number][: len(values)], values)
         return out[:-1]
 
-    def _filled(self, number: int, values: torch.Tensor) -> torch.Tensor:
-        """Of all ids what they multiply by: `values` of the entries of a part, ones for ids of others."""
+    def _factors(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Factors of all ids: the `values` of a part's entries, ones for ids of other parts."""
         return torch.where(self._entry[number] < self._entries[number], self._gathered(number, values), 1.0)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
@@ -241,17 +248,18 @@ class Request:
     def look_up(
         self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
-        ids that are pooled is asked for, those rows, too, (W · bound, D). Of what stays here those of this rank.
-        `weights`: float32 (W · bound,), of the entries of those ids, where they are given."""
-        given = [self._filled(number, its) for number, its in enumerate(weights) if its is not None]
+        """Looks the batch up. Returns what goes back, of each part, (·, D) rank by rank: rows, or pooled bags of
+        `dtype`; what stays here is of this rank's bags alone. If `every` row is requested, returns the rows of ids that
+        are pooled, too, (W · bound, D). `weights`: float32 (W · bound,), of the entries of each part, where they are
+        given."""
+        given = [self._factors(number, values) for number, values in enumerate(weights) if values is not None]
         if given:
             self._weights = functools.reduce(operator.mul, given)
-        every = every and any(part.is_whole for part in self.parts)
+        every = every and any(part.is_table_wise for part in self.parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
-            if part.is_whole:
+            if part.is_table_wise:
                 answers.append(self._by_rank(found.bags, number))
                 all_rows.append(None if found.every is None else self._rows_of(number, found.every))
             else:
@@ -260,45 +268,44 @@ class Request:
         return answers, all_rows
 
     def _by_rank(self, bags: torch.Tensor, number: int) -> torch.Tensor:
-        """Those of a part, of the values of all `bags`, (K, D), which lie feature by feature: in its features rank by
-        rank, or of this rank alone, where they stay here."""
-        by_feature = bags.view(len(self._all.pooled), sum(self._samples), bags.shape[1])
+        """The bags of a part, rank by rank, of all `bags`, (K, D), which lie feature by feature; only those of this
+        rank where they stay here."""
+        by_feature = bags.view(len(self._layout.pooled), sum(self._samples), bags.shape[1])
         pieces = torch.split(by_feature, self._samples, 1)
         if not self.parts[number].answer:
-            pieces = pieces[self._all.rank : self._all.rank + 1]
-        its = self._all.among[number]
-        return torch.cat([piece.index_select(0, its).view(-1, bags.shape[1]) for piece in pieces])
+            pieces = pieces[self._layout.rank : self._layout.rank + 1]
+        numbers = self._layout.among[number]
+        return torch.cat([piece.index_select(0, numbers).view(-1, bags.shape[1]) for piece in pieces])
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
-        """The rows of the entries of a part, or of those of this rank alone, where they stay here; of those of all
-        ids."""
+        """The rows of a part's entries, of `every` row of all ids; only those of this rank where they stay here."""
         rows, bound = self._scattered(number, every), self._bounds[number].ids
-        return rows if self.parts[number].answer else rows[self._all.rank * bound :][:bound]
+        return rows if self.parts[number].answer else rows[self._layout.rank * bound :][:bound]
 
     def _joined_bags(self, bags: torch.Tensor, features: int) -> torch.Tensor:
         """Values of bags that lie rank by rank, (K, D), by feature: (F′, ΣB, D)."""
         pieces = torch.split(bags, [features * each for each in self._samples])
-        its = zip(pieces, self._samples, strict=True)
-        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1)
+        pieces_of_ranks = zip(pieces, self._samples, strict=True)
+        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in pieces_of_ranks], 1)
 
-    def gradient(self, call: Call, came: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """That of the output of `call`, float32 (·, D), of what came of each part, rank by rank: gradients (·, D), and
-        where they are multiplied by something that, float32 (W · bound,)."""
+    def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The gradient of the output of `call`, float32 (·, D). `received`: of each part, rank by rank, gradients (·,
+        D) and, where they have factors, those, float32 (W · bound,)."""
         bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
-        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, came, strict=True)):
-            for each in scale:
-                filled = self._filled(number, each)
+        for number, (part, (grad, *scales)) in enumerate(zip(self.parts, received, strict=True)):
+            for factors in scales:
+                filled = self._factors(number, factors)
                 call.weigh(filled if self._weights is None else filled * self._weights)
-            bags.append(self._joined_bags(grad, part.held) if part.is_whole else None)
-            if not part.is_whole:
+            bags.append(self._joined_bags(grad, part.held) if part.is_table_wise else None)
+            if not part.is_table_wise:
                 rows.append(grad)
         if not rows:
-            rows.append(came[0][0].new_zeros((1, came[0][0].shape[1])))
+            rows.append(received[0][0].new_zeros((1, received[0][0].shape[1])))
         by_feature = self._by_feature(bags)
         return torch.cat([*by_feature, *rows]) if by_feature else rows[0]
 
-    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `GpuBags`; behind `take`, on a GPU."""
+    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `GpuBags`; to be called behind `take`, on a GPU."""
         self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
@@ -312,9 +319,9 @@ class Request:
         request._weights = None
         return request
 
-    def apart(self) -> Request:
-        """As `rebind`, for a forward whose update may be put off until another has come: what that reads lies apart.
-        Its ids are told from those of another, which lie where these do."""
+    def separated(self) -> Request:
+        """As `rebind`, for a forward whose update may be deferred until another forward has run: what the update reads
+        is copied. A number tells its inputs from those of that forward, which lie at the same addresses."""
         request, stack = self.rebind(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
@@ -324,7 +331,7 @@ class Request:
         return request
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that lie on the device."""
+        """All tensors that it has on the device."""
         stack = self.batch.stack
-        some = [] if self._weights is None else [self._weights]
-        return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]
+        weights = [] if self._weights is None else [self._weights]
+        return [self._joined, *self._entry, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]

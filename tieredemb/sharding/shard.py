@@ -1,7 +1,7 @@
-"""The side of a lookup where the rows are: what a rank owns of the tables of one width, and what others ask of it.
+"""The rows of one width that a rank owns, and the lookups in them that all ranks request.
 
-What a rank owns of a width is a table set as any other. Its tables are parts of larger ones (`TablePart`), and its
-rows go by the ids of those: initial values, random bits of rounding, checkpoints.
+They are a table set like any other. Its tables are parts of larger ones (`TablePart`), and initial values, random bits
+of rounding and checkpoints go by the ids of these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.layout import REPLICATED, Layout
-from tieredemb.sharding.request import Request, Requests
+from tieredemb.sharding.request import Request, RequestLayout
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableConfig, ...]:
-    """What a rank holds of `tables`: of those that are dealt out rows that are looked up one by one. A table needs a
-    row, so of one that others hold there is one that nobody asks for, and which need not be resident."""
+    """The parts of `tables` that a rank holds; rows of row-wise ones are looked up one by one. A table needs a row, so
+    where a rank holds none there is one that nobody requests, and that need not be resident."""
     made = []
     for t in tables:
         table, part = layout.tables[t], layout.part(t, rank)
@@ -51,7 +51,8 @@ def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableC
 
 
 class Held:
-    """What a rank holds of `tables`, by their numbers in the collection. `engine`: that of the rows here."""
+    """The `tables` that a rank holds, by their numbers in the collection. `engine`: looks up and updates the rows
+    here."""
 
     def __init__(
         self,
@@ -68,8 +69,9 @@ class Held:
 
 
 class Shard(Held):
-    """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: see `parts_of` · `requests`: what others request of them."""
+    """The rows of the tables of one width that a rank holds, and that others request, too. `space`: the key space of
+    all rows, as batches name them · `parts`: see `parts_of` · `request_layout`: what all requests of them have in
+    common."""
 
     def __init__(
         self,
@@ -89,10 +91,10 @@ class Shard(Held):
         self._elsewhere = [n for n, t in enumerate(self.tables) if not layout.saved_part(t, rank).own_rows]
         self.space = KeySpace(layout.tables, self.tables, list(columns))
         self.parts = parts_of(layout, self.tables, list(columns), sends_padding=options.plans_padding)
-        self.requests = Requests(self.parts, rank, layout.size, config.device)
+        self.request_layout = RequestLayout(self.parts, rank, layout.size, config.device)
 
     def _counted_once(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """See `OverRanks`: rows that all ranks hold count on one of them."""
+        """See `OverRanks`: replicated rows count on one rank alone."""
         for table in self._elsewhere:
             totals[table] = 0
         return self._over_ranks(totals, norm_type)
@@ -104,7 +106,7 @@ class Shard(Held):
         kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Planned:
-        """Plans what `look_up` will be asked for, by `executor`; see `Engine.plan_ahead`."""
+        """Plans what `look_up` will look up, by `executor`; see `Engine.plan_ahead`."""
         batch = request.batch
         return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, kind, memory)
 

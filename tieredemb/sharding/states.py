@@ -1,5 +1,6 @@
-"""The optimizer's state of tables that lie on several ranks, as one process has it in a state dict: whole on rank 0,
-and taken from rank 0 alone or from every rank. Each call is a collective: what one rank raises all do."""
+"""The optimizer's state of tables that lie on several ranks, in the state dict of one process: whole on rank 0, and
+loaded from rank 0 alone or from every rank. Each call is a collective: all ranks raise the error of one.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.lookup.history import History
-from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
+from tieredemb.sharding.agreed import Announce, Change, agreed, change_on_all_ranks
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import REPLICATED, Layout
 from tieredemb.sharding.shard import Shard
-from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows
+from tieredemb.sharding.whole_rows import gather_rows, gathered_rows, rows_from_rank_0
 from tieredemb.tables.row_state import (
     ELSEWHERE,
     LAGGING,
@@ -35,21 +36,21 @@ from tieredemb.tables.row_state import (
 from tieredemb.tables.table_set import LaggingRows, LoadedState, check_memory
 
 Entry = Mapping[str, Any]  # of a table in a state dict, without its steps: tensors by name
-LAGGING_ROWS = ("rows", "weight", "state")  # what an entry has a row of for each that lags behind
+LAGGING_ROWS = ("rows", "weight", "state")  # tensors with a row for each row that lags behind
 WORDS = "words"
 R = TypeVar("R")
 
 
 class WholeState(NamedTuple):
-    """The steps that a table has taken, and its state as a state dict has it: empty but on rank 0."""
+    """The steps that a table has taken, and its entry in a state dict: empty on other ranks than rank 0."""
 
     steps: int
     entry: Entry
 
 
 class _Small(NamedTuple):
-    """What a `LoadedState` has beside rows: the steps taken, and of rows that lag behind the dtype in which they lie,
-    and what brings them to the current step."""
+    """What a `LoadedState` has beside rows: the steps taken, and, for rows that lag behind, their dtype and the history
+    that catches them up to the current step."""
 
     step: int
     carrier: np.dtype[Any] | None
@@ -58,8 +59,8 @@ class _Small(NamedTuple):
 
 @dataclass(frozen=True)
 class RowStates:
-    """That of all tables. `announce`: to be called before anything that all ranks do, with what that is, and the error
-    that this one has met, if any: raises it on all of them."""
+    """The optimizer state of all tables. `announce`: called before anything that all ranks do, with the phase, and the
+    error of this rank or None; raises the error of one on all."""
 
     layout: Layout
     exchange: Exchange
@@ -72,7 +73,7 @@ class RowStates:
         return range(len(self.layout.tables))
 
     def _place(self, table: int) -> tuple[Shard, int]:
-        """Where a table is on this rank, and its number there."""
+        """The shard of a table on this rank, and the table's number there."""
         shard = next(each for each in self.shards if table in each.tables)
         return shard, shard.tables.index(table)
 
@@ -82,29 +83,29 @@ class RowStates:
         return steps_of(shard.engine.tables, number)
 
     def elsewhere(self) -> dict[str, int]:
-        """What a state dict says that does not hold the tables' state, as another rank's does."""
+        """What a state dict has instead of the tables' state, where another rank's holds that."""
         return {} if self.exchange.rank == 0 else {ELSEWHERE: 0}
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def gathered(self, config: OptimizerConfig, table: int) -> WholeState:
         """A table's state, whole on rank 0. Raises `StorageFullError` where memory cannot hold it."""
-        steps, mine, room = agreed(
+        steps, mine, whole = agreed(
             functools.partial(self.announce, Phase.READ_STATE),
-            lambda: (self.steps(table), self._own(config, table), self._room(config, table)),
+            lambda: (self.steps(table), self._own(config, table), self._buffers(config, table)),
         )
         for name in [each.name for each in config.tensors]:
 
             def place(rank: int, start: int, rows: torch.Tensor, name: str = name) -> None:
-                room[name][self.layout.saved_part(table, rank).span(start, len(rows))] = rows
+                whole[name][self.layout.saved_part(table, rank).span(start, len(rows))] = rows
 
             gather_rows(self.exchange, mine[name], place)
         if LAGGING in mine:
-            room |= self._lagging(mine[LAGGING])
-        return WholeState(steps, room)
+            whole |= self._lagging(mine[LAGGING])
+        return WholeState(steps, whole)
 
     def _own(self, config: OptimizerConfig, table: int) -> dict[str, Any]:
-        """What this rank saves of it; rows that lag behind are numbered as in the whole table."""
+        """What this rank saves of a table; rows that lag behind are numbered as in the whole table."""
         shard, number = self._place(table)
         part, tables = self.layout.saved_part(table, self.exchange.rank), shard.engine.tables
         entry: dict[str, Any] = {
@@ -112,14 +113,14 @@ class RowStates:
         }
         lagging = dict(lagging_rows(tables, number).get(LAGGING, {}))
         if lagging:
-            its = lagging["rows"] < part.own_rows  # not the row that is there where a rank has none
-            lagging |= {name: lagging[name][its] for name in LAGGING_ROWS}
+            is_own = lagging["rows"] < part.own_rows  # without the row that stands in where a rank has none
+            lagging |= {name: lagging[name][is_own] for name in LAGGING_ROWS}
             lagging["rows"] = part.first + part.step * lagging["rows"]
-            entry[LAGGING] = lagging  # what else is in it every rank has
+            entry[LAGGING] = lagging  # the rest of it is equal on every rank
         return entry
 
-    def _room(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
-        """On rank 0 the tensors of the whole table, before all agree to send their rows."""
+    def _buffers(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
+        """On rank 0 tensors for the whole table, before all ranks agree to send their rows."""
         if self.exchange.rank != 0:
             return {}
         of = self.layout.tables[table]
@@ -143,7 +144,7 @@ class RowStates:
         state_dict: Mapping[str, Any],
         given: Callable[[], Mapping[int, Entry]],
     ) -> dict[int, LoadedState]:
-        """What this rank holds of the state that was `given` for tables in a `state_dict`: to all ranks, to rank 0
+        """The part, for this rank, of the state that was `given` for tables in a `state_dict`: to all ranks, to rank 0
         alone, or to none, as before the first step. Changes nothing. Raises `InvalidInputError` for what does not
         fit."""
         entries = self._agreed(given)
@@ -162,67 +163,68 @@ class RowStates:
             }
         )
         for table in sorted(sent):
-            loaded[table] = self._sent(config, table, entries.get(table, {}))
+            loaded[table] = self._part_from_rank_0(config, table, entries.get(table, {}))
         self._check_steps(loaded)
         self._agreed(lambda: self._check(config, loaded))
         return loaded
 
     def _check(self, config: OptimizerConfig, loaded: Mapping[int, LoadedState]) -> None:
-        """Raises `InvalidInputError` where the parts of what is loaded do not fit each other."""
+        """Raises `InvalidInputError` where the states of tables do not fit each other."""
         check_together(config, loaded)
         for shard in self.shards:
             check_lagging(shard.engine.tables, {n: loaded[t] for n, t in enumerate(shard.tables) if t in loaded})
 
     def _ranks_of(self, entries: Mapping[int, Entry]) -> dict[int, list[int]]:
         """The ranks that were given something for each table."""
-        offers = self.exchange.every([t for t in self.tables if entries.get(t)])
-        return {t: [rank for rank, its in enumerate(offers) if t in its] for t in self.tables}
+        offers = self.exchange.all_gather_object([t for t in self.tables if entries.get(t)])
+        return {t: [rank for rank, offered in enumerate(offers) if t in offered] for t in self.tables}
 
     def _part(self, config: OptimizerConfig, table: int, entry: Entry, rank: int) -> LoadedState:
-        """What a rank holds of a whole table's entry."""
+        """The part of a whole table's entry that belongs to a rank."""
         shard, number = self._place(table)
         return loaded_state(shard.engine.tables, config, number, entry, self.layout.part(table, rank))
 
-    def _sent(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
-        """The same of one that rank 0 alone has, which makes each rank's part and sends it before the next."""
+    def _part_from_rank_0(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
+        """The same of an entry that rank 0 alone has: it makes each rank's part, and sends it before it makes the
+        next."""
         exchange = self.exchange
         for rank in range(exchange.size):
             part = self._agreed(lambda: self._part(config, table, entry, rank) if exchange.rank == 0 else None)  # noqa: B023
-            small, rows = (None, None) if part is None else _apart(part)
-            small, rows = exchange.told(small), dealt_rows(exchange, rank, rows)
+            small, rows = (None, None) if part is None else _separated(part)
+            small, rows = exchange.broadcast_object(small), rows_from_rank_0(exchange, rank, rows)
             if rank == exchange.rank:
                 mine = _joined(small, rows)
         return mine
 
     def _check_steps(self, loaded: Mapping[int, LoadedState]) -> None:
         """Raises `InvalidInputError` on all ranks where they were given states of different steps."""
-        steps = self.exchange.every({t: state.step for t, state in sorted(loaded.items())})
-        for rank, its in enumerate(steps):
-            other = next((t for t in its if its[t] != steps[0][t]), None)
-            if other is not None:
+        steps = self.exchange.all_gather_object({t: state.step for t, state in sorted(loaded.items())})
+        for rank, steps_of_rank in enumerate(steps):
+            table = next((t for t in steps_of_rank if steps_of_rank[t] != steps[0][t]), None)
+            if table is not None:
                 raise InvalidInputError(
-                    f"the optimizer's state of table {self.layout.tables[other].name!r} is that of step "
-                    f"{steps[0][other]} on rank 0, and of step {its[other]} on rank {rank}; give all ranks the same "
-                    f"state dict, or rank 0 alone that of the tables"
+                    f"the optimizer's state of table {self.layout.tables[table].name!r} is that of step "
+                    f"{steps[0][table]} on rank 0, and of step {steps_of_rank[table]} on rank {rank}; give all "
+                    f"ranks the same state dict, or rank 0 alone that of the tables"
                 )
 
     def set(self, loaded: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
-        """Overwrites the state of what this rank holds by what was `taken`, once all ranks have space for it; and does
-        what belongs to it, `then`."""
-        todo: list[Change] = []
+        """Overwrites the state of this rank's rows by what was `taken`, once all ranks have space for it; then calls
+        `then`."""
+        changes: list[Change] = []
         for shard in self.shards:
-            its = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
-            if its:
-                todo.append(_change(shard, its))
-        change_together(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
+            states = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
+            if states:
+                changes.append(_change(shard, states))
+        change_on_all_ranks(functools.partial(self.announce, Phase.WRITE_STATE), changes, then)
 
     def _agreed(self, action: Callable[[], R]) -> R:
-        """Of what is to be set."""
+        """See `agreed`, for what is about to be set."""
         return agreed(functools.partial(self.announce, Phase.WRITE_STATE), action)
 
 
-def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
-    """What is small of it, and its rows by name."""
+def _separated(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
+    """The small things of a state, and its rows by name."""
     step, words, lagging = state
     rows = {} if words is None else {WORDS: torch.cat([each.to("cpu", torch.float32) for each in words], dim=1)}
     if lagging is None:
@@ -233,7 +235,7 @@ def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
 
 
 def _joined(small: _Small, rows: Mapping[str, torch.Tensor]) -> LoadedState:
-    """The state again."""
+    """The inverse: the state."""
     step, carrier, history = small
     words = (rows[WORDS],) if WORDS in rows else None
     if carrier is None:
@@ -243,8 +245,8 @@ def _joined(small: _Small, rows: Mapping[str, torch.Tensor]) -> LoadedState:
 
 
 def refuse_names() -> None:
-    """Raises `UnsupportedError` inside of `torch.distributed.checkpoint.state_dict`, which calls an optimizer's params
-    by the names that a model has for them."""
+    """Raises `UnsupportedError` inside of `torch.distributed.checkpoint.state_dict`, which names an optimizer's params
+    as the model does."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":

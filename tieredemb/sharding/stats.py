@@ -1,4 +1,5 @@
-"""What a rank counts beside its cache: what it has sent to other ranks, and how long it has waited for them."""
+"""Counters of a rank beside those of its cache: what it has sent to other ranks, and how long it has waited for
+them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import dataclass
 
 from tieredemb.cache.stats import CacheStats
 
-IDS, ROWS, GRADIENTS = "id_bytes_sent", "row_bytes_sent", "gradient_bytes_sent"  # which kind of message it is
+IDS, ROWS, GRADIENTS = "id_bytes_sent", "row_bytes_sent", "gradient_bytes_sent"  # the kinds of messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,17 +15,17 @@ class ShardedStats(CacheStats):
     """Totals of one rank since its collection was built: those of `CacheStats`, for the rows that the rank owns; the
     bytes that it has sent to other ranks; and how long its host and its GPU have waited for them.
 
-    `id_bytes_sent`: ids that this rank looks up and others own, and how many there are; for tables that are held whole
-    the lengths of their bags, too, and per-sample weights · `row_bytes_sent`: rows and pooled bags that others look up
-    and this rank owns · `gradient_bytes_sent`: gradients of what this rank has looked up, and their scales ·
-    `wait_seconds`: of the host, until the headers came by which all ranks agree on each exchange · `gpu_wait_seconds`:
-    of the GPU, at the barriers behind rows and gradients that GPUs write into each other's memory, until those of all
-    ranks had come, at the one before the first rows of a captured step, and where memory for them is made.
-    A replicated table is owned by every rank: what is sent to each of the others counts, and so do lookups for them.
+    `id_bytes_sent`: ids that this rank looks up and others own, and how many there are; for table-wise tables the
+    lengths of their bags, too, and per-sample weights · `row_bytes_sent`: rows and pooled bags that others look up and
+    this rank owns · `gradient_bytes_sent`: gradients of what this rank has looked up, and their factors ·
+    `wait_seconds`: of the host, for the headers by which all ranks agree on each exchange · `gpu_wait_seconds`: of the
+    GPU, at barriers: behind rows and gradients that GPUs write into each other's memory, before the first rows of a
+    captured step, and where memory for them is allocated. A replicated table is owned by every rank: what is sent to
+    each of the others counts, and so do lookups for them.
 
     Lookups and their backward passes count: eager steps, and each replay of a captured step, also where GPUs write into
-    each other's memory. Ranks send blocks of one size, and the padding that fills a block is sent and counted. What
-    a rank sends to itself is not counted, and neither are headers, state dicts and checkpoints.
+    each other's memory. Ranks send blocks of one size, and the padding that fills a block is sent and counted. What a
+    rank sends to itself is not counted, and neither are headers, state dicts and checkpoints.
 
     A rank that waits less than the others is the one that they wait for. Hosts wait before each exchange of an eager
     step, and once before a captured step. The time that a header takes is included. Not included is the time in which
@@ -50,5 +51,5 @@ class ShardedStats(CacheStats):
 
     @property
     def bytes_sent(self) -> int:
-        """All that it has sent to other ranks."""
+        """All bytes that it has sent to other ranks."""
         return self.id_bytes_sent + self.row_bytes_sent + self.gradient_bytes_sent

@@ -1,13 +1,14 @@
 """Rows that ranks write into each other's memory, where their GPUs reach one another: torch's symmetric memory.
 
-What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
-of NCCL copies it. Who writes has to know that nobody reads any more what was there before, and who reads that all have
-written. For both there is a barrier (`barrier.cu`) in that memory; and who writes ends with a fence (`spread.cuh`).
+A kernel writes a row to where the exchange would put it, instead of packing it first: a row moves once, and no kernel
+of NCCL copies it. A rank must not write before all have read what was there, and not read before all have written. For
+both there is a barrier (`barrier.cu`) in that memory; and kernels that write end with a fence (`spread.cuh`).
 
-In a captured step (`captures`; for eager ones see `eager_buffers`) the barriers are before the first rows, behind rows,
+In a captured step (`captures`; for eager ones see `eager_buffers`) barriers stand before the first rows, behind rows,
 and behind gradients. Rows and gradients of each forward have buffers of their own, which are written once a replay:
-gradients of the step before were read before a rank comes to the barrier that this step begins with. All ranks make
-buffers before they capture, or none does, and each finds out by a word in it that what it has mapped is the others'.
+gradients of the step before were read before a rank comes to the barrier with which this step begins. All ranks make
+buffers before they capture, or none does. By a word in it each finds out that the memory it has mapped is that of the
+others.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from tieredemb.sharding.exchange import shares_memory
 from tieredemb.sharding.header import Bound, Phase
 from tieredemb.sharding.shard import Shard
 
-ALIGNED, WORD = 512, 8  # bytes: where each buffer begins, and what ranks know each other's memory by
+ALIGNED, WORD = 512, 8  # bytes: buffers begin at multiples; a token by which ranks know each other's memory
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-# what torch raises where it cannot: the last three where its version has other names, which are not public
-CANNOT = (RuntimeError, ImportError, AttributeError, TypeError)
+# what torch raises where it has no such memory; the last three where its version has other (private) names
+UNAVAILABLE = (RuntimeError, ImportError, AttributeError, TypeError)
 
 
 class BufferSpec(NamedTuple):
-    """Which buffer it is: of the `call`-th forward of a step and a `part`, for its rows or for their gradients. It has
-    space for `each` rows from each rank, `width` numbers of a `dtype`."""
+    """Names a buffer: of the `call`-th forward of a step and a `part`, for its rows or for their gradients. It has
+    space for `each` rows from each rank, of `width` numbers of a `dtype`."""
 
     call: int
     part: int
@@ -50,7 +51,7 @@ class BufferSpec(NamedTuple):
 
     @classmethod
     def for_rows(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
-        """For the rows of part `number`, which is of a `shard`."""
+        """For the rows of part `number`, which belongs to `shard`."""
         dtype = shard.engine.tables.config.output_dtype
         return cls(call, number, bound.row_count, shard.space.width, dtype, False)
 
@@ -62,8 +63,8 @@ class BufferSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricRows:
-    """A buffer on this rank, `received` (W · each, D), which all ranks write their rows to, rank by rank; and where
-    this rank writes its rows `to` on each of them."""
+    """A buffer on this rank, `received` (W · each, D), to which all ranks write their rows, rank by rank; and `to`:
+    where this rank writes its rows on each of them."""
 
     received: torch.Tensor
     to: RowSpread
@@ -75,7 +76,7 @@ class SymmetricRows:
 
 
 class PartBuffers(NamedTuple):
-    """Of one part of a forward: for its rows, and for their gradients."""
+    """The buffers of one part of a forward: for its rows, and for their gradients."""
 
     rows: SymmetricRows
     grads: SymmetricRows
@@ -89,20 +90,20 @@ class Mapped(NamedTuple):
 
 
 class SymmetricMemory:
-    """That of the ranks of one collection. Buffers are kept until it is closed, as a graph may write to them that a
-    rank replays. `share`: it takes no more than that of the free memory."""
+    """The shared memory of one collection's ranks. Buffers are kept until it is closed, as a graph that a rank replays
+    may write to them. `share`: of the free memory, which it takes at most."""
 
     def __init__(self, context: ShardedContext, share: float = 1.0) -> None:
         self._context, self._exchange, self._device, self._share = context, context.exchange, context.device, share
         self._is_off = context.device.type != "cuda" or not context.exchange.has_nccl
         self._made: dict[BufferSpec, SymmetricRows] = {}
-        self._held: list[Any] = []  # what other ranks' memory is mapped by
+        self._held: list[Any] = []  # memory, and the handles that map other ranks' memory
         self._barrier: Barrier | None = None
 
     def make(self, specs: Sequence[BufferSpec]) -> list[SymmetricRows] | None:
-        """The buffers of these `specs`, which are the same on all ranks; allocates those that there are not yet. None
-        on all ranks where there are none, and where a GPU does not reach another one's memory, or lacks memory. A
-        collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing. None on all
+        ranks where a GPU does not reach another one's memory, or lacks memory. A collective; raises `PeerError` where a
+        rank has failed meanwhile. Waits for the device."""
         if self._is_off or not specs:
             return None
         missing = [spec for spec in specs if spec not in self._made]
@@ -111,7 +112,7 @@ class SymmetricMemory:
         return None
 
     def _add(self, missing: Sequence[BufferSpec]) -> bool:
-        """Makes these, on all ranks or on none; returns whether it did."""
+        """Allocates these, on all ranks or on none; returns whether it did."""
         held = list[Any]()
         try:
             mapped = self._shared(missing, held)
@@ -119,13 +120,13 @@ class SymmetricMemory:
                 return False
             self._held.append(tuple(held))
         finally:
-            with capture_lock(self._device):  # to free memory is to wait for the device
+            with capture_lock(self._device):  # to free memory waits for the device
                 held.clear()
-        with self._exchange.agreed(), on_device(self._device), no_inference():
+        with self._exchange.leaving_on_error(), on_device(self._device), no_inference():
             if self._barrier is None:
                 timeout = self._exchange.timeout.total_seconds()
                 self._barrier = Barrier(self._device, mapped.words, self._exchange.rank, timeout)
-            self.barrier()  # whose kernel is compiled when it is first called: not in a capture
+            self.barrier()  # compiles its kernel, which a capture could not
             met = torch.cuda.Event()
             met.record()
             self._context.wait_for(met)
@@ -133,28 +134,29 @@ class SymmetricMemory:
         return True
 
     def _shared(self, missing: Sequence[BufferSpec], held: list[Any]) -> Mapped | None:
-        """Buffers in memory that all ranks have mapped; None on all of them where one could not. Puts into `held` this
-        rank's memory and, once that is mapped, what maps it."""
+        """Buffers in memory that all ranks have mapped; None on all of them where one could not. Puts this rank's
+        memory into `held`, and what maps it, once that is done."""
         starts, size = self._laid_out(missing)
         token = secrets.randbits(62) | 1
-        tokens = self._all_could(token if self._allocate(held, size, token) else 0)
+        tokens = self._all_succeeded(token if self._allocate(held, size, token) else 0)
         if tokens is None:
             return None
         mapped = self._mapped(held, tokens, dict(zip(missing, starts, strict=True)))
-        if self._all_could(int(mapped is not None)) is None:
+        if self._all_succeeded(int(mapped is not None)) is None:
             return None
         held[0][:WORD] = 0  # all have read it
         return mapped
 
-    def _all_could(self, could: int) -> Sequence[int] | None:
-        """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
-        told = self._context.announce(Phase.BUFFERS, flag=could).flags
-        self._is_off = not all(told)
-        return None if self._is_off else told
+    def _all_succeeded(self, result: int) -> Sequence[int] | None:
+        """The `result` of every rank, which is 0 where it failed. Where one failed returns None, and no rank tries
+        again."""
+        flags = self._context.announce(Phase.BUFFERS, flag=result).flags
+        self._is_off = not all(flags)
+        return None if self._is_off else flags
 
     @property
     def bytes(self) -> int:
-        """That this rank holds."""
+        """Bytes that this rank holds."""
         return sum(memory.nbytes for memory, _ in self._held)
 
     @property
@@ -163,8 +165,8 @@ class SymmetricMemory:
         return 0.0 if self._barrier is None else self._barrier.wait_seconds
 
     def close(self, *, frees: bool) -> None:
-        """Releases the memory, once no graph writes to it. Unless it `frees` that, it is lost until the process ends:
-        to free it waits for the device, which may be waiting for a rank that has gone."""
+        """Releases the memory, once no graph writes to it. Unless it `frees` the memory, that is lost until the process
+        ends: to free it would wait for the device, which may be waiting for a rank that has ended."""
         held, self._held, self._made, self._is_off = self._held, [], {}, True
         if held and not frees:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
@@ -177,10 +179,10 @@ class SymmetricMemory:
         assert self._barrier is not None
         self._barrier.meet()
 
-    def follow(self) -> None:
-        """See `Barrier.follow`."""
+    def wait_stream(self) -> None:
+        """See `Barrier.wait_stream`."""
         assert self._barrier is not None
-        self._barrier.follow()
+        self._barrier.wait_stream()
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
@@ -193,12 +195,12 @@ class SymmetricMemory:
 
     @property
     def _head(self) -> int:
-        """Bytes before the first buffer: of what ranks know the memory by, and of the words of a barrier."""
+        """Bytes before the first buffer: the token by which ranks know the memory, and the words of a barrier."""
         return -(-WORD * (1 + self._exchange.size) // ALIGNED) * ALIGNED
 
     def _allocate(self, held: list[Any], size: int, token: int) -> bool:
-        """Makes so many bytes of memory, to be `held`, that other ranks can be given; they begin with a `token`, and
-        else are zero: what nobody writes is read, and not used. False where it cannot be had."""
+        """Allocates `size` bytes that other ranks can map, and adds them to `held`. They begin with a `token`, and else
+        are zero, as entries that nobody writes are read, though not used. False where that fails."""
         if not self._reaches_all():
             return False
         try:
@@ -211,27 +213,28 @@ class SymmetricMemory:
                 memory.zero_()
                 memory[:WORD].view(torch.int64).fill_(token)
                 torch.cuda.current_stream().synchronize()
-        except CANNOT:
+        except UNAVAILABLE:
             return False
         held.append(memory)
         return True
 
     def _reaches_all(self) -> bool:
-        """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
+        """Whether all ranks are processes of this host, and this process sees their GPUs and reaches them with its
+        own."""
         if not shares_memory():
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
-        places, mine = self._exchange.places, self._device.index
-        own = places[self._exchange.rank]
-        if any((place.host, place.shares) != (own.host, own.shares) or place.gpu not in here for place in places):
+        locations, mine = self._exchange.locations, self._device.index
+        own = locations[self._exchange.rank]
+        if any((place.host, place.shares) != (own.host, own.shares) or place.gpu not in here for place in locations):
             return False
-        others = {here[place.gpu] for place in places} - {mine}
+        others = {here[place.gpu] for place in locations} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
     def _mapped(self, held: list[Any], tokens: Sequence[int], starts: Mapping[BufferSpec, int]) -> Mapped | None:
-        """Maps the memory of all ranks, that of this one being `held`: buffers there, by where they begin (`starts`).
-        None where it cannot, and where what is mapped does not begin with what its rank has told (`tokens`). Ranks
-        wait for each other inside, by torch's means: where one fails amid it, another may wait for ever."""
+        """Maps the memory of all ranks, of which this one's is in `held`; buffers begin there at `starts`. None where
+        it cannot, and where a rank's memory does not begin with its token. Ranks wait for each other inside, by torch's
+        means: where one fails meanwhile, another may wait for ever."""
         (memory,) = held
         try:
             import torch.distributed._symmetric_memory as symmetric
@@ -240,26 +243,26 @@ class SymmetricMemory:
                 handle = symmetric.rendezvous(memory, self._exchange.group)
                 held.append(handle)
                 of_ranks = [handle.get_buffer(k, (memory.shape[0],), torch.uint8) for k in range(len(tokens))]
-                found = torch.cat([its[:WORD] for its in of_ranks]).view(torch.int64)
+                found = torch.cat([memory_of_rank[:WORD] for memory_of_rank in of_ranks]).view(torch.int64)
                 if found.tolist() != list(tokens):
                     return None
-                begins = [its.data_ptr() for its in of_ranks]
+                begins = [memory_of_rank.data_ptr() for memory_of_rank in of_ranks]
                 buffers = {spec: self._rows(spec, memory, begins, start) for spec, start in starts.items()}
                 return Mapped(buffers, [begin + WORD for begin in begins])
-        except CANNOT:
+        except UNAVAILABLE:
             return None
 
     def _rows(self, spec: BufferSpec, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
         count = self._exchange.size * spec.each
-        its = memory[start : start + count * spec.width * spec.dtype.itemsize]
+        buffer = memory[start : start + count * spec.width * spec.dtype.itemsize]
         where = torch.tensor([begin + start for begin in begins], dtype=torch.int64, device=self._device)
         to = RowSpread(where, spec.each, self._exchange.rank * spec.each)
-        return SymmetricRows(its.view(spec.dtype).view(count, spec.width), to)
+        return SymmetricRows(buffer.view(spec.dtype).view(count, spec.width), to)
 
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Torch makes no multicast object of a memory's copies, which nobody here writes to."""
+    """Torch makes no multicast object of the memory inside, as nobody writes to one."""
     before = os.environ.get(MULTICAST)
     os.environ[MULTICAST] = "1"
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a model whose tables lie on several ranks: of all its collections, as one."""
+"""Checkpoints of a model whose tables lie on several ranks: all its collections as one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tieredemb.sharding import checkpoint
+from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.header import Phase
-from tieredemb.sharding.together import Together
 from tieredemb.tables.checkpoint import Beside
 
 
 class Collection(Protocol):
-    """One of the model's: what saves and loads it, and the `names` of its tables in the model."""
+    """One of the model's collections: the `ranks` that save and load it, and the `names` of its tables in the model."""
 
     @property
-    def ranks(self) -> Together: ...
+    def ranks(self) -> DistributedRanks: ...
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
 
-Collections = Sequence[tuple[str, Collection]]  # each with what the names of its key spaces begin with
+Collections = Sequence[tuple[str, Collection]]  # each with the prefix of its key spaces' names
 
 
 def save(
@@ -32,7 +32,7 @@ def save(
     *,
     dense: Callable[[], bytes] | None,
 ) -> None:
-    """See `tieredemb.save_checkpoint`. `dense`: gives the dense layers, on rank 0."""
+    """See `tieredemb.save_checkpoint`. `dense`: returns the dense layers, on rank 0."""
     checkpoint.save(_rows(collections, Phase.SAVE), directory, extra, dense=dense)
 
 

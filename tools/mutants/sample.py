@@ -23,7 +23,8 @@ ROOMS = ("cache", "lookup", "step", "tables", "storage", "sharding")
 # what runs with a GPU alone, by name: in this folder, or with this in the file's name
 GPU_FOLDERS = ("cache/device/",)
 GPU_FILES = (
-    "cuda", "device_", "gpu_", "recorded_", "graph", "captures", "lasting_call", "stream_use", "symmetric", "unified",
+    "cuda", "device_", "gpu_", "recorded_", "graph", "captures", "persistent_call", "stream_use", "symmetric",
+    "unified",
 )  # fmt: skip
 UNUSED = ("VariableReplacer", "VariableInserter")  # they take arguments, and change a run at random
 UNSEEN = re.compile(r"TYPE_CHECKING|@(abc\.)?abstractmethod|@overload")  # in a line: for readers and type checkers

@@ -1,5 +1,6 @@
-"""Bags of tables that one rank holds each, or all ranks, on the CPU where they are: their ids go there, and they come
-back pooled."""
+"""Bags of table-wise and replicated tables, on the CPU of the rank that requests them: the owners receive their ids,
+and send the bags pooled.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Padding, copied, message, whole_sizes
+from tieredemb.sharding.padding import Padding, copied, message, table_wise_sizes
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class HostWholeBags:
-    """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up.
-    `counts`: see `most_in`; no id is inverted."""
+class HostTableWiseBags:
+    """See `Bags`. Padding ids are not sent, unless their row is to be scaled: a bag is as long as it has ids to look
+    up. `counts`: see `largest_requests`; no id is inverted."""
 
-    asked: torch.Tensor
+    requested: torch.Tensor
     sent: list[int]
     ids: list[int]
 
@@ -41,68 +42,68 @@ class HostWholeBags:
             padding_is_dropped=not part.sends_padding,
             places=batch.places,
         )
-        kept: Array = bags.keys >= 0
-        self._kept = None if kept.all() else kept
-        ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(kept)])[bags.offsets]
+        is_looked_up: Array = bags.keys >= 0
+        self._kept = None if is_looked_up.all() else is_looked_up
+        ends = bags.offsets if self._kept is None else np.concatenate([[0], np.cumsum(is_looked_up)])[bags.offsets]
         lengths = np.diff(ends).reshape(len(owner), batch.size)
         starts = ends[:: batch.size][: len(owner)] if batch.size else np.zeros(len(owner), np.int64)
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
         self.counts = np.zeros((part.ranks, 2 * len(owner)), np.int64)
         self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
-        self.back, self.grads = whole_sizes(part.held, part.copies, batch.size)
-        self._asked_rows, self._lengths = self._those_kept(bags.keys - space.first[bags.feature]), lengths
+        self.back, self.grads = table_wise_sizes(part.held, part.copies, batch.size)
+        self._requested_rows, self._lengths = self._kept_values(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
-    def _those_kept(self, values: Array) -> Array:
-        """Of values of all occurrences those that are looked up."""
+    def _kept_values(self, values: Array) -> Array:
+        """The values of the occurrences that are looked up, of `values` of all."""
         return values if self._kept is None else values[self._kept]
 
     def pad(self, bound: Bound) -> None:
         part = self.part
         counts = torch.from_numpy(self.counts[:, : len(part.owner)])
         self._padding = Padding(counts.sum(1), bound.ids)
-        ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
+        ids = self._padding.pad(torch.from_numpy(self._by_rank(self._requested_rows)))
         lengths = torch.from_numpy(self._lengths[part.by_rank])
         self.ids = [bound.ids] * (part.ranks * part.copies)
-        self.asked, self.sent = message(counts, ids, lengths, part.held, part.copies)
+        self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def _by_rank(self, values: Array) -> Array:
-        """Of values of those occurrences that are looked up those by rank."""
+        """The same `values` sorted by the ranks that own them."""
         return np.concatenate([values[self._ranges[f]] for f in self.part.by_rank])
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         position = self._bags.position
         array = weights.detach().to(torch.float32).contiguous().numpy()
-        array = self._those_kept(array[: len(self._bags.keys)] if position is None else array[position])
+        array = self._kept_values(array[: len(self._bags.keys)] if position is None else array[position])
         return copied(self._padding.pad(torch.from_numpy(self._by_rank(array))), self.part.copies)
 
     def keep(self, every: torch.Tensor) -> None:
-        entries = self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))
+        entries = self._padding.entries_of(torch.arange(len(self._requested_rows), device="cpu"))
         self._rows = carrier_view(every[entries])
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
         by_rank = self.part.by_rank
-        for f, its in zip(by_rank, rows.view(len(by_rank), self.batch, self.space.width), strict=True):
+        for f, rows_of_feature in zip(by_rank, rows.view(len(by_rank), self.batch, self.space.width), strict=True):
             first = int(self.space.column[f])
-            out[:, first : first + self.space.width] = its
+            out[:, first : first + self.space.width] = rows_of_feature
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         homes = np.full(len(self._bags.keys), DROPPED, np.int32)
-        asked = np.arange(len(homes)) if self._kept is None else np.flatnonzero(self._kept)
-        homes[self._by_rank(asked)] = np.arange(len(asked), dtype=np.int32)
+        requested = np.arange(len(homes)) if self._kept is None else np.flatnonzero(self._kept)
+        homes[self._by_rank(requested)] = np.arange(len(requested), dtype=np.int32)
         gradient = weights_gradient(self._rows, homes, self._bags, self.space, grad.numpy())
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
-    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         width, array, by_rank = self.space.width, grad.numpy(), self.part.by_rank
         rows = np.empty((len(by_rank), self.batch, width), np.float32)
         for k, f in enumerate(by_rank):
             first = self.space.column[f]
             rows[k] = array[:, first : first + width]
-        if share != 1.0:
-            rows /= np.float32(share)
+        if divisor != 1.0:
+            rows /= np.float32(divisor)
         return copied(torch.from_numpy(rows.reshape(-1, width)), self.part.copies), None
 
     def tensors(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A group of one rank: nothing is exchanged, and everything is done, and costs, as in one process."""
+"""A group of one rank: nothing is exchanged, and each call does, and costs, what it does in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.tables.checkpoint import load, save, saved_alone
 
 
-class Alone(Ranks):
+class SingleRank(Ranks):
     """The rank that holds all tables."""
 
     def __init__(self, held: Held, exchange: Exchange) -> None:

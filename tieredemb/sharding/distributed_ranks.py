@@ -1,4 +1,4 @@
-"""Several ranks, each of which holds some of the rows, and looks batches of its own up in all of them."""
+"""Several ranks, each of which holds some of the rows, and looks up batches of its own in all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.agreed import Change, agreed, change_together
+from tieredemb.sharding.agreed import Change, agreed, change_on_all_ranks
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.exchange import Exchange
@@ -26,7 +26,7 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
-from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
+from tieredemb.sharding.whole_rows import gather_rows, rows_from_rank_0
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import look_up
@@ -34,13 +34,13 @@ from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.sharding.eager_buffers import EagerBuffers
-    from tieredemb.sharding.lasting_call import LastingMemory
+    from tieredemb.sharding.persistent_call import PersistentMemory
     from tieredemb.sharding.symmetric import SymmetricMemory
     from tieredemb.step.agreement import Agreement
 
 
-class Together(Ranks):
-    """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
+class DistributedRanks(Ranks):
+    """The ranks of a group. `config`: of the whole tables · `states`: the optimizer state of their rows."""
 
     def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
         self._context = context
@@ -52,7 +52,7 @@ class Together(Ranks):
 
     @property
     def tables(self) -> Sequence[TableConfig]:
-        """Of the whole collection."""
+        """The tables of the whole collection."""
         return self._config.tables
 
     @property
@@ -79,8 +79,8 @@ class Together(Ranks):
         kind: PlanKind,
         memory: Any,
     ) -> Planned:
-        """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
-        forward raises on all of them."""
+        """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. The forward raises on all ranks
+        what one raises here."""
         made: CompletedFuture[Any]
         try:
             made = CompletedFuture(self._planned_call(executor, given, make_batch, kind, memory))
@@ -98,19 +98,19 @@ class Together(Ranks):
         given: Given,
         make_batch: Callable[..., Batch],
         kind: PlanKind,
-        memory: LastingMemory | None,
+        memory: PersistentMemory | None,
     ) -> ShardedCall:
         try:
             executor.wait_for_inputs()
-            batch = self._as_long(make_batch(*given))
+            batch = self._allow_more_ids(make_batch(*given))
         except Exception as error:
             self._context.announce(Phase.PLAN, error=error)
             raise
         call: ShardedCall
         if self._context.on_buffers:
-            from tieredemb.sharding.lasting_call import LastingCall
+            from tieredemb.sharding.persistent_call import PersistentCall
 
-            call = LastingCall(self._context, batch, memory)
+            call = PersistentCall(self._context, batch, memory)
         else:
             call = ShardedCall(self._context, batch, ahead=True)
         try:
@@ -120,8 +120,8 @@ class Together(Ranks):
             raise
         return call
 
-    def _as_long(self, batch: Batch) -> Batch:
-        """The batch, which in buffers may be followed by what is left of longer ones."""
+    def _allow_more_ids(self, batch: Batch) -> Batch:
+        """The batch. In buffers its ids may be followed by those of longer batches before it."""
         return batch._replace(exact=False) if batch.exact and self._context.on_buffers else batch
 
     @contextlib.contextmanager
@@ -130,13 +130,13 @@ class Together(Ranks):
         try:
             yield
         except Exception as error:
-            if not self._reached:  # the others are about to exchange ids
+            if not self._reached:  # the other ranks are about to exchange ids
                 self._context.announce(Phase.FORWARD, error=error)
             raise
 
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
         self._reached = True
-        context, batch = self._context, self._as_long(batch)
+        context, batch = self._context, self._allow_more_ids(batch)
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         flag = forward_flag(weights, trains=trains)
@@ -165,8 +165,8 @@ class Together(Ranks):
             return call
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            # The leaf lies on the CPU. Autograd reaches it on the thread that has called backward, which so is the one
-            # that sends the gradients and updates the rows: no other thread has to wake up
+            # The leaf lies on the CPU, so autograd reaches it on the thread that has called backward. That thread sends
+            # the gradients and updates the rows: no other thread has to wake up
             leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
             return look_up(leaf if trains else hook, weights, make)
         call = make()
@@ -185,7 +185,7 @@ class Together(Ranks):
         self._context.announce(Phase.UPDATE, error=error, updates=updates)
 
     def _announce(self, phase: Phase, error: Exception | None = None) -> None:
-        """All are about to do that, or this rank has met an `error`, which all then raise."""
+        """Announces to all ranks what this one is about to do, or an `error`, which all then raise."""
         self._context.announce(phase, error=error)
 
     def follow(
@@ -195,7 +195,7 @@ class Together(Ranks):
 
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         self._announce(Phase.NORM)
-        found = self._context.exchange.all(totals)
+        found = self._context.exchange.all_gather(totals)
         return found.amax(0) if math.isinf(norm_type) else found.sum(0)
 
     def weight(self, table: int) -> torch.Tensor | None:
@@ -224,51 +224,53 @@ class Together(Ranks):
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
         exchange, layout = self._context.exchange, self._context.layout
         self._announce(Phase.WRITE)
-        offers = exchange.every((list(weights), list(problems)))
+        offers = exchange.all_gather_object((list(weights), list(problems)))
         given = {t: [rank for rank, (its, _) in enumerate(offers) if t in its] for t in range(len(layout.tables))}
         given = {t: ranks for t, ranks in given.items() if ranks}
-        told = [f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its]
-        if not (told or problems):
-            told = [
+        problems_of_others = [
+            f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its
+        ]
+        if not (problems_of_others or problems):
+            problems_of_others = [
                 f"the weights of table {layout.tables[t].name!r} are given on ranks {ranks}; give them on all ranks, "
                 f"or on rank 0 alone, as state_dict() does"
                 for t, ranks in given.items()
                 if ranks != [0] and len(ranks) < exchange.size
             ]
-        if not (told or problems):
+        if not (problems_of_others or problems):
             own = {}
             for t, ranks in given.items():
-                if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # so copies are of one
-                    own[t] = self._sent(t, weights[t] if exchange.rank == 0 else None)
+                if len(ranks) < exchange.size or layout.owner[t] == REPLICATED:  # all copies are those of rank 0
+                    own[t] = self._own_from_rank_0(t, weights[t] if exchange.rank == 0 else None)
                 else:
                     own[t] = self._own(t, weights[t])
             self._set_own(own)
-        return set(given), told
+        return set(given), problems_of_others
 
     def _own(self, table: int, weight: torch.Tensor) -> torch.Tensor:
-        """Those rows of a table that this rank holds."""
+        """The rows of a table that this rank holds."""
         part = self._context.layout.part(table, self._context.exchange.rank)
         return weight[part.first :: part.step]
 
-    def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
-        """The same of the `weight` of rank 0."""
+    def _own_from_rank_0(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
+        """The same of the `weight` that rank 0 has."""
         exchange, announce = self._context.exchange, functools.partial(self._announce, Phase.WRITE)
         own: dict[str, torch.Tensor] = {}
         for rank in range(exchange.size):
             part = self._context.layout.part(table, rank)
-            its = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
-            own |= dealt_rows(exchange, rank, None if its is None else {"weight": its})
+            rows = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
+            own |= rows_from_rank_0(exchange, rank, None if rows is None else {"weight": rows})
         return own["weight"]
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
-        """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
-        Raises on all ranks what one has met."""
-        todo: list[Change] = []
+        """Sets the rows of tables that this rank holds, once all ranks have space for theirs; else none is set. Raises
+        on all ranks the error of one."""
+        changes: list[Change] = []
         for held in self.held:
-            its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
-            if its:
-                todo.append(_change(held, its))
-        change_together(functools.partial(self._announce, Phase.WRITE), todo)
+            weights = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
+            if weights:
+                changes.append(_change(held, weights))
+        change_on_all_ranks(functools.partial(self._announce, Phase.WRITE), changes)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         save([self.rows(Phase.SAVE)], directory, extra)
@@ -283,7 +285,7 @@ class Together(Ranks):
         self._planned.drop_all()
 
     def rows(self, phase: Phase, prefix: str = "", names: tuple[str, ...] = ()) -> ShardedRows:
-        """What there is to save and to load here; `prefix`, `names`: see `NotedTables`."""
+        """What this rank has to save and to load; `prefix`, `names`: see `NotedTables`."""
         exchange, layout = self._context.exchange, self._context.layout
         announce = functools.partial(self._announce, phase)
         return ShardedRows(
@@ -293,22 +295,22 @@ class Together(Ranks):
 
     def close(self) -> None:
         self._planned.drop_all()
-        is_whole = not self._context.exchange.is_broken
+        is_intact = not self._context.exchange.is_broken
         self._context.exchange.close()
-        for memory in self._written:
-            memory.close(frees=is_whole)
+        for memory in self._peer_memory:
+            memory.close(frees=is_intact)
 
     @property
-    def _written(self) -> list[SymmetricMemory | EagerBuffers]:
-        """What ranks write to in each other's memory."""
+    def _peer_memory(self) -> list[SymmetricMemory | EagerBuffers]:
+        """Memory that other ranks write to."""
         return [self._context.captures.symmetric, self._context.eager_buffers]
 
     def stats(self) -> ShardedStats:
-        waited = sum(memory.wait_seconds for memory in self._written)
+        waited = sum(memory.wait_seconds for memory in self._peer_memory)
         return replace(super().stats(), gpu_wait_seconds=waited)
 
     def memory_report(self) -> dict[str, Any]:
-        size = sum(memory.bytes for memory in self._written)
+        size = sum(memory.bytes for memory in self._peer_memory)
         return {"peers": {"rows": size}} if size else {}
 
 

@@ -1,4 +1,4 @@
-"""Ranks of which one goes another way than the others, unnoticed by itself: they are told so at the next header."""
+"""Ranks of which one takes other steps than the others, unnoticed by itself: all raise at the next header."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, seven, tables_of
-from sharding.test_sharded_failures import QUICK, told
+from sharding.test_sharded_failures import QUICK, raised
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -37,23 +37,23 @@ def step_with(model, optimizer, rank, number, wrong=False):
 
 
 def drifts(rank, size, kind, how):
-    """Steps, from the third of which on rank 1 goes another way; of each step what is told."""
+    """Steps, from the third of which on rank 1 takes other ones; of each step what is raised."""
     model, optimizer = model_of(kind)
     group, found = optimizer.param_groups[0], []
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for number in range(5):
-        apart = rank == 1 and number >= 2
+        differs = rank == 1 and number >= 2
         if how == "schedule":
             group["lr"] = 0.1 / (1 + number)
             group["of the user's"] = rank
-        elif how == "rate" and apart:
+        elif how == "rate" and differs:
             group["lr"] = 0.3
         wrong = how == "schedule" and rank == 2 and number == 3  # nobody updates, and all go on
-        found.append(told(step_with, model, optimizer, rank, number, wrong))
-        if not (how == "skip" and apart) and not found[-1]:
+        found.append(raised(step_with, model, optimizer, rank, number, wrong))
+        if not (how == "skip" and differs) and not found[-1]:
             optimizer.step()
         if how == "plateau":
-            plateau.step(1.0 - 0.1 * number + apart)
+            plateau.step(1.0 - 0.1 * number + differs)
     return found
 
 
@@ -77,7 +77,7 @@ def drifts(rank, size, kind, how):
         ("followed", "skip", 3, "steps of the Adagrad that the tables follow differs between the ranks: 3 on rank 0,"),
     ],
 )
-def test_a_rank_that_goes_another_way_is_told_of(worlds, kind, how, first, text):
+def test_a_rank_that_goes_another_way_is_noticed(worlds, kind, how, first, text):
     """`first`: the step in which it is. Options of a fused optimizer are compared before they change a row, those of a
     torch optimizer behind its step, by the next forward."""
     for found in worlds(3).run(drifts, kind, how):
@@ -91,7 +91,7 @@ def test_a_rank_that_goes_another_way_is_told_of(worlds, kind, how, first, text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_whose_options_change_alike_are_told_nothing(worlds, kind):
+def test_ranks_whose_options_change_alike_go_on(worlds, kind):
     for found in worlds(3).run(drifts, kind, "schedule"):
         (name, text), others = found[3], found[:3] + found[4:]
         assert name == "IdOutOfRangeError"
@@ -154,7 +154,7 @@ def test_ranks_that_round_otherwise_go_on(worlds, kind):
 
 
 def loses_gradients(rank, size, how):
-    """Steps of two micro-batches, of which rank 1 once drops a gradient; in which step what is told."""
+    """Steps of two micro-batches, of which rank 1 once drops a gradient; in which step what is raised."""
     model, optimizer = model_of("followed")
     lost = (1, 0) if how == "between" else (1, 1)
     for number in range(4):
@@ -172,7 +172,7 @@ def loses_gradients(rank, size, how):
 
 
 @pytest.mark.parametrize(("how", "left"), [("between", 3), ("zeros", 2)])
-def test_a_rank_that_loses_a_gradient_is_told_of(worlds, how, left):
+def test_a_rank_that_loses_a_gradient_is_noticed(worlds, how, left):
     for number, part, text in worlds(2).run(loses_gradients, how):
         assert (number, part) == (2, 0)
         assert f"have applied differs between the ranks: 4 on rank 0, {left} on rank 1" in text
@@ -187,7 +187,7 @@ def scales(rank, size, how):
     )
     if how != "attached" or not other:
         optimizer.attach_grad_scaler(scaler)
-    return told(step_with, model, optimizer, rank, 0)
+    return raised(step_with, model, optimizer, rank, 0)
 
 
 @pytest.mark.parametrize(("how", "found"), [("scale", "8.0"), ("off", "none"), ("attached", "none")])
@@ -201,7 +201,7 @@ def test_a_scaler_is_that_of_all_ranks(worlds, how, found):
 
 
 def fails_to_apply(rank, size):
-    """The update of a step fails on rank 1 alone, which says so to nobody; what the next step is told."""
+    """The update of a step fails on rank 1 alone, which announces nothing; what the next step raises."""
     model, optimizer = model_of("followed")
     found = []
     for number in range(3):
@@ -209,14 +209,14 @@ def fails_to_apply(rank, size):
         pending = model._held[0].engine.optimizer.pending
         if (rank, number) == (1, 1):
             pending.apply = lambda others: 1 / 0
-        found.append(told(optimizer.step))
+        found.append(raised(optimizer.step))
         pending.__dict__.pop("apply", None)
         if number == 1:
-            return found, told(step_with, model, optimizer, rank, 2)
+            return found, raised(step_with, model, optimizer, rank, 2)
     return None
 
 
-def test_a_rank_whose_step_has_failed_is_told_of(worlds):
+def test_a_rank_whose_step_has_failed_is_noticed(worlds):
     for rank, (steps, then) in enumerate(worlds(2).run(fails_to_apply)):
         assert steps == [None, ("ZeroDivisionError", "division by zero") if rank == 1 else None]
         assert then[0] == "PeerError"
@@ -232,9 +232,9 @@ def accumulates(rank, size, rate):
             step_with(model, optimizer, rank, 0)
             optimizer.param_groups[0]["lr"] = rate if rank == 1 else 0.1
 
-    found = told(step)
+    found = raised(step)
     optimizer.param_groups[0]["lr"] = 0.1
-    return found, told(model.state_dict)
+    return found, raised(model.state_dict)
 
 
 def test_what_is_accumulated_is_applied_by_equal_options(worlds):
@@ -292,7 +292,7 @@ def calls(rank, size, kind, whats, directory):
         "follow": lambda: model.follow(optimizer),
         "accumulate": accumulate,
     }
-    return told(todo[whats[min(rank, 1)]])
+    return raised(todo[whats[min(rank, 1)]])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def calls(rank, size, kind, whats, directory):
         ("followed", "optimizer.load_state_dict", "load_state_dict"),
     ],
 )  # fmt: skip
-def test_ranks_that_do_different_things_with_whole_tables_are_told_so(worlds, tmp_path, kind, first, second):
+def test_ranks_that_do_different_things_with_whole_tables_raise(worlds, tmp_path, kind, first, second):
     for found in worlds(3).run(calls, kind, (first, second), tmp_path):
         assert found[0] == "PeerError"
         assert f"rank 0 {WHOLE[first]}" in found[1]
@@ -317,14 +317,14 @@ def test_ranks_that_do_different_things_with_whole_tables_are_told_so(worlds, tm
 
 
 def evaluates_apart(rank, size, planned, who):
-    """Two steps, then another, in which one rank evaluates, or none makes it; and two more. What is told."""
+    """Two steps, then another, in which one rank evaluates, or none makes it; and two more. What is raised."""
     model, _ = model_of("fused")
     batches = [batch_of(TABLES, number, rank, samples=seven) for number in range(5)]
     loader, found = [(ids, offsets) for ids, offsets, *_ in batches], []
     for number, batch in enumerate(te.prefetch(loader, model) if planned else loader):
         with torch.set_grad_enabled((rank, number) != (who, 2)):
             if number != 2 or who is not None:
-                found.append(told(lambda: step_on(model, *batch)))  # noqa: B023
+                found.append(raised(lambda: step_on(model, *batch)))  # noqa: B023
     return found, dict(model.state_dict())
 
 
@@ -336,7 +336,7 @@ def step_on(model, ids, offsets):
 
 @pytest.mark.parametrize("planned", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_that_evaluates_while_others_train_is_told_of(worlds, who, planned):
+def test_a_rank_that_evaluates_while_others_train_is_noticed(worlds, who, planned):
     """Nothing has changed by then, and all go on."""
     expected = worlds(3).run(evaluates_apart, planned, None)
     assert all(found == [None] * 4 for found, _ in expected)

@@ -1,7 +1,7 @@
-"""A forward of ranks that a captured step goes ahead of: what is known of it lies where that of the forward before did.
+"""A forward of ranks that a captured step plans ahead: its results lie in the memory of an earlier such forward.
 
-A replay that computes a batch finds what an earlier one has exchanged and planned of it at one place, whichever of the
-graphs that was.
+A replay that computes a batch finds the results of its exchange and plan at one place, whichever graph has written
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
-from tieredemb.sharding.header import Most
+from tieredemb.sharding.header import LargestRequest
 from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from tieredemb.step.device_group_call import DeviceGroupCall
 
 
-class LastingMemory:
-    """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `told`.
-    `plans`: where each shard's plan does, once there are any."""
+class PersistentMemory:
+    """The memory of one forward planned ahead: `tensors` like those `found`, and the `report` that a graph writes for
+    the host. `plans`: the memory of each shard's plan, once there are any."""
 
-    def __init__(self, found: Sequence[torch.Tensor], told: torch.Tensor) -> None:
-        self.told = told
+    def __init__(self, found: Sequence[torch.Tensor], report: torch.Tensor) -> None:
+        self.report = report
         self.tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in found]
         self.plans: list[CallMemory] = []
 
     def fits(self, found: Sequence[torch.Tensor]) -> bool:
-        """Whether these have the form of those."""
+        """Whether tensors have the shapes and dtypes of its own."""
         return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in self.tensors]
 
     def fill(self, found: Sequence[torch.Tensor]) -> None:
-        """Copies them there, in one launch of each dtype. Does not synchronise."""
+        """Copies tensors there, in one launch for each dtype. Does not synchronise."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in found):
             pairs = [pair for pair in zip(self.tensors, found, strict=True) if pair[0].dtype is dtype]
             with torch.no_grad():
                 torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
 
 
-class LastingCall(ShardedCall, FoundAhead):
-    """Such a forward, planned into the `memory` of one that is over, or into a new one."""
+class PersistentCall(ShardedCall, FoundAhead):
+    """A forward that is planned into the `memory` of one that is over, or into new memory."""
 
     _bags: Sequence[GpuBags]
 
-    def __init__(self, context: ShardedCallContext, batch: Batch, memory: LastingMemory | None = None) -> None:
-        """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
-        `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
+    def __init__(self, context: ShardedCallContext, batch: Batch, memory: PersistentMemory | None = None) -> None:
+        """Exchanges ids as a `ShardedCall` that goes ahead, with each different row coming back once. Raises
+        `UnsupportedError` on all ranks where a batch is known to have more than fits."""
         self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
         self.form = context.bounds(self.row_bound)
@@ -71,23 +71,23 @@ class LastingCall(ShardedCall, FoundAhead):
             return tensor
 
         for each in self._known:
-            each.lie(note)
+            each.relocate(note)
         if memory is None or not memory.fits(found):
             cache = device_groups(context.shards[0].engine.tables.groups)[0].cache
             with cache.memory():
-                memory = LastingMemory(found, context.captures.room())
+                memory = PersistentMemory(found, context.captures.report_buffer())
         memory.fill(found)
-        if self._words is not None:
-            self.told = memory.told.copy_(self._words, non_blocking=True)
-        its = iter(memory.tensors)
+        if self._report is not None:
+            self.report = memory.report.copy_(self._report, non_blocking=True)
+        tensors = iter(memory.tensors)
         for each in self._known:
-            each.lie(lambda _: next(its))
+            each.relocate(lambda _: next(tensors))
         self.memory = memory
-        self._use.made()
+        self._stream_use.record_made()
         self._plans: list[DeviceCall] = []
 
-    def _note_asked(self, most: Sequence[Most]) -> None:
-        super()._note_asked(most)
+    def _note_requested(self, most: Sequence[LargestRequest]) -> None:
+        super()._note_requested(most)
         self.context.note_rows(most)
 
     @property
@@ -104,7 +104,7 @@ class LastingCall(ShardedCall, FoundAhead):
             assert isinstance(call, DeviceCall)
             self._plans.append(call)
         made = [plan.memory for plan in self._plans]
-        if made != self.memory.plans:  # a graph that knows of others is to notice
+        if made != self.memory.plans:  # another object, so that a graph with other plans notices
             self.memory = shallow_copy(self.memory)
             self.memory.plans = made
 
@@ -113,15 +113,15 @@ class LastingCall(ShardedCall, FoundAhead):
         """What each cache has planned of it."""
         return [part for plan in self._plans for part in plan.parts]
 
-    def rebind(self, tickets: Sequence[DeviceTicket]) -> LastingCall:
-        """The call that a replay has planned to where this one was, with the `tickets` of its parts."""
-        call, its = shallow_copy(self), iter(tickets)
+    def rebind(self, tickets: Sequence[DeviceTicket]) -> PersistentCall:
+        """The call that a replay has planned into the memory of this one, with the `tickets` of its parts."""
+        call, tickets_of_parts = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call._bags = [each.rebind() for each in self._bags]
         call._requests = [each.rebind() for each in self._requests]
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
         for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
-            rebound = plan.rebind([next(its) for _ in plan.parts])
+            rebound = plan.rebind([next(tickets_of_parts) for _ in plan.parts])
             planned = Planned([(shard.engine.tables, request.batch.given)], CompletedFuture(rebound))
             shard.engine.planned.add(planned)
             call._plans.append(rebound)
@@ -130,12 +130,12 @@ class LastingCall(ShardedCall, FoundAhead):
 
     def arrive(self) -> None:
         """The current stream waits for what was exchanged and planned ahead."""
-        self._use.arrive()
+        self._stream_use.arrive()
         for plan in self._plans:
             plan.arrive()
 
     def mark_arrived(self) -> None:
         """Nothing need wait for it any more."""
-        self._use.mark_arrived()
+        self._stream_use.mark_arrived()
         for plan in self._plans:
             plan.mark_arrived()
