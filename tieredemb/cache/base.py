@@ -18,7 +18,7 @@ from tieredemb.cache.changes import IntentLog, Part, Suspects
 from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import scoring
 from tieredemb.cache.stats import CacheStats
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, TicketLedger
 from tieredemb.config import LFU, Array, Policy
 from tieredemb.errors import ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
@@ -62,7 +62,7 @@ class PlanKind(NamedTuple):
 
 
 USE = PlanKind()
-USE_AGAIN = PlanKind(ages=False)  # in the same step of a model
+USE_IN_STEP = PlanKind(ages=False)  # in the same step of a model
 AHEAD = PlanKind(ahead=True, trains=True)
 NO_USE = PlanKind(scored=False, ages=False)  # of rows that are wanted in their slots, and for no lookup
 
@@ -99,7 +99,7 @@ class Cache(abc.ABC):
         self.plan_lock = self.lock  # what plans alone know: keys, scores, room; taken before `lock`
         self._initial = initial
         self.scoring = scoring(self.policy)
-        self._book = TicketBook()
+        self._tickets = TicketLedger()
         self._pid = os.getpid()
         self._closed = False
         self.looked_at = Look()
@@ -147,7 +147,7 @@ class Cache(abc.ABC):
     @property
     def is_idle(self) -> bool:
         """Whether no batch is in flight, as far as the host knows."""
-        return not self._book.live
+        return not self._tickets.live
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -264,16 +264,17 @@ class Cache(abc.ABC):
     def abort_batches(self) -> None:
         """Aborts the batches in flight, whoever holds them, an exception's traceback for one: an update of theirs is
         refused from now on."""
-        self._book.abort()
+        self._tickets.abort()
 
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""
-        if self._book.live:
+        if self._tickets.live:
             gc.collect()  # what nobody can reach any more does not count
-            self._book.forget_dropped()
-        if self._book.live:
+            self._tickets.forget_dropped()
+        if self._tickets.live:
             raise StorageError(
-                f"cannot {call} while {len(self._book.live)} batch(es) are in flight; run or drop their backward first"
+                f"cannot {call} while {len(self._tickets.live)} batch(es) are in flight; run or drop their backward "
+                f"first"
             )
 
     def seal(self) -> None:

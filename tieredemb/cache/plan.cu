@@ -91,7 +91,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->uncached = counts->needed = counts->room = 0;
+    counts->missed = counts->uncached = counts->needed = counts->into_unused = 0;
     counts->arrivals = 0;
     RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
@@ -260,10 +260,10 @@ __device__ __forceinline__ void missed_assign(const Ending &end, const int *vict
     for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
         int slot = -1;
         i64 victim = -1;
-        if (m < end.wanted.room) {
+        if (m < end.wanted.into_unused) {
             slot = end.wanted.used + (int)m;
-        } else if (m - end.wanted.room < end.victims) {
-            slot = victims[m - end.wanted.room];
+        } else if (m - end.wanted.into_unused < end.victims) {
+            slot = victims[m - end.wanted.into_unused];
             victim = slots.keys[slot];
         }
         missed.slots[m] = slot;
@@ -322,11 +322,12 @@ __device__ __forceinline__ void missed_count(const Ending &end, const i64 *keys,
     tally_begin(tally);
     __syncthreads();
     const Clients &clients = counts->clients;
-    const int room = end.wanted.room, with_slots = room + end.victims;
+    const int into_unused = end.wanted.into_unused, with_slots = into_unused + end.victims;
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < end.wanted.missed; start += thread_count()) {
         const i64 m = start + threadIdx.x;
         const u32 missed = __ballot_sync(FULL_WARP, m < end.wanted.missed);
-        const u32 filled = __ballot_sync(FULL_WARP, m < with_slots), evicted = __ballot_sync(FULL_WARP, m >= room);
+        const u32 filled = __ballot_sync(FULL_WARP, m < with_slots);
+        const u32 evicted = __ballot_sync(FULL_WARP, m >= into_unused);
         tally_votes(tally, clients, m < end.wanted.missed ? keys[m] : -1,
                     missed, of_lane(missed & ~filled, filled, filled & evicted));
     }
@@ -359,9 +360,9 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
     missed_count(end, missed.keys, counts);
 #endif
     const bool rebuild = end.tombstones > slots.n_cells / 4;
-    const int used = end.wanted.used + end.wanted.room;
+    const int used = end.wanted.used + end.wanted.into_unused;
     if (thread_index() == 0) {
-        const int with_slots = end.wanted.room + end.victims, uncached = end.wanted.missed - with_slots;
+        const int with_slots = end.wanted.into_unused + end.victims, uncached = end.wanted.missed - with_slots;
         counts->used = used;
         counts->tombstones = rebuild ? 0 : end.tombstones;
         counts->uncached = uncached;
@@ -377,17 +378,17 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
         if (slots.keys[slot] >= 0) insert_slot(slots.cells, slots.n_cells, slots.keys[slot], (int)slot);
 }
 
-// Ends a plan whose victims were chosen: does one `part` (ASSIGN, PUBLISH) or both; 0 only pairs missed keys with slots.
-// Published again, nothing changes. All blocks resident at once, each on a multiprocessor of its own: registers for two
-// would spill.
-extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
-    missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
+// Ends a plan whose victims were chosen: does one `part` (ASSIGN, PUBLISH) or both; 0 only pairs missed keys with
+// slots. Published again, nothing changes. All blocks resident at once, each on a multiprocessor of its own: registers
+// for two would spill.
+extern "C" __global__ void __launch_bounds__(MEETING_THREADS, 1)
+    missed_resolve(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
                   const Clock *clock, int *missed_slots, i64 *victim_keys, u32 *victim_scores, int *homes, i64 n,
                   const Claim *claims, i64 n_claims, Records records, Moving *moving, int part) {
     wait_for_prior_kernel();
     if (part == PUBLISH && moving->published) return;
     const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
-    const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
+    const Wanted wanted{counts->missed, counts->used, counts->into_unused, counts->needed};
     const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
     if (part != PUBLISH) {
         if (part & ASSIGN && thread_index() == 0) missed_leave(moving, wanted, clock->now);
@@ -399,10 +400,10 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
 }
 
 // Gives missed keys slots in one launch where no row has to leave before its slot passes over: chooses victims as
-// `victims_select` does, and assigns as `missed_settle`, which is to publish. Slots of the `lag` batches before it are
-// locked: where another plan came between, fewer than when it began. 1,024 threads a block, all blocks resident at once.
-// `selection` comes as zeros. Called again once rows have moved, it does nothing.
-extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
+// `victims_select` does, and assigns as `missed_resolve`, which is to publish. Slots of the `lag` batches before it are
+// locked: where another plan came between, fewer than when it began. 1,024 threads a block, all blocks resident at
+// once. `selection` comes as zeros. Called again once rows have moved, it does nothing.
+extern "C" __global__ void __launch_bounds__(MEETING_THREADS, 1)
     missed_place(Selection *selection, Counts *counts, const Clock *clock_at, int lag, Slots slots, float unit,
                  int by_age, int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys,
                  u32 *victim_scores, Moving *moving) {
@@ -414,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     const Wanted wanted = slots_wanted(counts, slots.capacity);
     if (thread_index() == 0) {  // for the kernels that follow: here every thread has them
         counts->needed = wanted.needed;
-        counts->room = wanted.room;
+        counts->into_unused = wanted.into_unused;
         missed_leave(moving, wanted, clock.now);
     }
     int chosen = 0;

@@ -27,11 +27,11 @@ struct Clients {
 };
 struct Counts {
     int missed;      // unique keys without a slot
-    int needed;      // victims that make room for them
+    int needed;      // victims whose slots the rest of them get
     int used;        // slots that ever held a row: those below are candidates
     int tombstones;  // in the map
     int uncached;    // missed keys that got no slot
-    int room;        // missed keys that get a slot never used
+    int into_unused;  // missed keys that get a slot never used
     u32 record;      // where the next record is looked for
     u32 arrivals;    // blocks that have come to a meeting
     Totals totals;

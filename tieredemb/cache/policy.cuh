@@ -10,7 +10,7 @@
 
 constexpr int DIGIT_BITS = 11;
 constexpr int BINS = 1 << DIGIT_BITS;
-static_assert(BINS == 2 * TOGETHER, "a thread looks at two bins");
+static_assert(BINS == 2 * MEETING_THREADS, "a thread looks at two bins");
 constexpr int PER_THREAD = 4;  // slots read in one load
 
 struct Selection {
@@ -117,10 +117,10 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
     __syncthreads();
 }
 
-// How a plan makes room for the keys that it has missed.
+// How a plan finds slots for the keys that it has missed.
 struct Wanted {
     int missed, used;
-    int room;    // of them, those that get a slot never used
+    int into_unused;  // of them, those that get a slot never used
     int needed;  // and those that get a victim's
 };
 __device__ __forceinline__ Wanted slots_wanted(const Counts *counts, int capacity) {

@@ -29,10 +29,10 @@ class Flight(abc.ABC):
 
     _released: Callable[[int], None] | None = None  # half made, it is over already
 
-    def __init__(self, batch: int, book: TicketBook) -> None:
+    def __init__(self, batch: int, tickets: TicketLedger) -> None:
         self.batch = batch
         self.failed = False  # whether its rows are not where it says: it can only be dropped
-        self._released = book.released.append
+        self._released = tickets.released.append
 
     def check(self) -> None:
         """Raises `StorageError` where it has failed."""
@@ -65,9 +65,9 @@ class Hold:
     """Keeps rows locked for a plan that has yet to begin, on another thread: those of batches that were in flight, or
     yet to come, when it was made. It ends when it is released, or dropped."""
 
-    def __init__(self, batch: int, book: TicketBook) -> None:
+    def __init__(self, batch: int, tickets: TicketLedger) -> None:
         self.batch = batch
-        self._finalizer = weakref.finalize(self, book.dropped.append, batch)
+        self._finalizer = weakref.finalize(self, tickets.dropped.append, batch)
         self._finalizer.atexit = False
 
     @property
@@ -95,9 +95,9 @@ class Ticket(Flight):
         unique_keys: Array,
         unique_slots: Array,
         uniques: Array,
-        book: TicketBook,
+        tickets: TicketLedger,
     ) -> None:
-        super().__init__(batch, book)
+        super().__init__(batch, tickets)
         self.homes = homes
         self.inverse = inverse
         self.unique_keys = unique_keys
@@ -122,7 +122,7 @@ class TicketShare:
         setattr(self.whole, name, value)
 
 
-class TicketBook:
+class TicketLedger:
     """The tickets of one cache."""
 
     def __init__(self) -> None:

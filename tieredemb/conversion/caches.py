@@ -91,7 +91,7 @@ def make_twins(
             related = Related()
             for (config, members), part in zip(sets, parts, strict=True):
                 config = replace(config, capacity=part)
-                shared = Pool(config, rows=rows, related=related) if config.apart else TableSet(config, rows=rows)
+                shared = Pool(config, rows=rows, related=related) if config.separate else TableSet(config, rows=rows)
                 opened.append(shared)
                 for number, each in enumerate(members):
                     way = assigned[each.name]
@@ -132,7 +132,7 @@ def _sets(
             rounding=settings.rounding,
             output_dtype=settings.place(weight).output_dtype,
         )
-        config = replace(config, optimizer=assigned[members[0].name].config, apart=len(found) > 1)
+        config = replace(config, optimizer=assigned[members[0].name].config, separate=len(found) > 1)
         sets.append((config, members))
     return sets
 

@@ -19,7 +19,7 @@ Weights = Mapping[str, weakref.ref[torch.Tensor]]
 def deepctr(model: nn.Module, old: Weights) -> list[str]:
     """DeepCTR-Torch's `BaseModel.regularization_weight`: lists of weights, or of names and weights, each with factors
     l1 and l2 of terms of the loss. Where both are 0 the old weights leave their list."""
-    said = []
+    remarks = []
     for module in model.modules():
         terms = getattr(module, "regularization_weight", None)
         if not isinstance(terms, list):
@@ -34,11 +34,11 @@ def deepctr(model: nn.Module, old: Weights) -> list[str]:
                 continue
             weights[:] = kept
             if l1 or l2:
-                said.append(
+                remarks.append(
                     f"regularization_weight of the {type(module).__name__} had {_terms(l1, l2)} of weights that are "
                     f"tables now, and no longer has: {_instead(l1, l2, 'l2_reg_embedding=0 and l2_reg_linear=0')}"
                 )
-    return said
+    return remarks
 
 
 def torch_rechub(model: nn.Module, old: Weights) -> list[str]:

@@ -83,7 +83,7 @@ def _exchanged(
 
 def left_over(model: nn.Module, old: Weights) -> list[str]:
     """What to warn of: who holds old weights that are still there, and what will not happen because of it."""
-    said = [text for known in KNOWN for text in known(model, old)]
+    remarks = [text for known in KNOWN for text in known(model, old)]
     if any(ref() is not None for ref in old.values()):
         gc.collect()  # modules refer to themselves
     held: dict[str, list[str]] = {}
@@ -93,13 +93,13 @@ def left_over(model: nn.Module, old: Weights) -> list[str]:
             held.setdefault(holder, []).append(name)
         del weight
     for holder, names in held.items():
-        said.append(
+        remarks.append(
             f"the old weights of {some_of(names)} live on, held by {holder}: they take memory and train no longer, so "
             f"what is done to them there (a regulariser, another optimizer, a score) does not happen to the tables. "
             f"Drop them there; for an L2 regulariser give the tables' param group weight_decay=2 * l2; pass several "
             f"optimizers as optimizer=[one, other]"
         )
-    return said
+    return remarks
 
 
 def _holders(weight: torch.Tensor) -> list[str]:

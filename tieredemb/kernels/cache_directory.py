@@ -98,7 +98,7 @@ def fault_of(path: str) -> str | None:
             info = os.lstat(here)
             target = os.readlink(here) if stat.S_ISLNK(info.st_mode) else None
         except FileNotFoundError:
-            return _fault_of_room(at)
+            return _fault_of_access(at)
         except OSError as error:
             return f"{here} cannot be looked at ({error.strerror})"
         if fault := _fault_of_owner(here, info):
@@ -141,10 +141,10 @@ def _fault_of_end(path: str) -> str | None:
         return f"{path} belongs to another user ({_name(info.st_uid)})"
     if info.st_mode & OTHERS:
         return f"other users can write to {path} (mode {stat.S_IMODE(info.st_mode):04o})"
-    return _fault_of_room(path)
+    return _fault_of_access(path)
 
 
-def _fault_of_room(path: str) -> str | None:
+def _fault_of_access(path: str) -> str | None:
     return None if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written to"
 
 

@@ -58,8 +58,8 @@ def compile_beside(calls: Sequence[Call]) -> None:
 
 def _may_fork() -> bool:
     """Whether it is not switched off, and a core is left, of those of this process's share."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started here
-    cores = len(os.sched_getaffinity(0)) // max(1, int(told) if told.isdecimal() else 1)
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started here
+    cores = len(os.sched_getaffinity(0)) // max(1, int(processes) if processes.isdecimal() else 1)
     return cores > 1 and os.environ.get("TIEREDEMB_COMPILE_BESIDE", "1") not in ("", "0")
 
 
@@ -117,12 +117,12 @@ class Beside:
                 self._states[number] = TAKEN
             if self._states[number] == AT_WORK:
                 with NOTICE.at(kernel.py_func):
-                    while self._states[number] == AT_WORK and self._goes_on():
+                    while self._states[number] == AT_WORK and self._continues():
                         pass
             if all(state in (DONE, TAKEN) for state in self._states[:]):
                 self._over()
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Waits until the fork has done something; returns whether it is alive."""
         if self._end < 0:
             return False
@@ -140,7 +140,7 @@ class Beside:
             os.close(end)
 
 
-def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mmap, told: int) -> NoReturn:
+def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mmap, report_fd: int) -> NoReturn:
     """What the fork does, in a fork of its own: so it is no child that somebody would have to wait for."""
     try:
         if os.fork():
@@ -157,13 +157,13 @@ def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mma
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in range(3):
             os.dup2(nothing, file)
-        os.closerange(3, told)
-        os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+        os.closerange(3, report_fd)
+        os.closerange(report_fd + 1, os.sysconf("SC_OPEN_MAX"))
         for number, (kernel, kinds) in enumerate(wanted):
             if states[number] == FREE:
                 states[number] = AT_WORK
                 kernel.compile(kinds)
                 states[number] = DONE
-                os.write(told, b"\0")
+                os.write(report_fd, b"\0")
     finally:
         os._exit(0)

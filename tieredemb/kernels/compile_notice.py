@@ -74,6 +74,6 @@ class CompileNotice(event.Listener):
 NOTICE = CompileNotice()
 
 
-def tell_of_compiling() -> None:
-    """From now on, in this process."""
+def report_compiling() -> None:
+    """Shows what numba compiles, from now on, in this process."""
     event.register("numba:compile", NOTICE)

@@ -41,12 +41,18 @@ FIRST_PRODUCT, SECOND_PRODUCT, DECAY_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = rang
 ENTRY = 15
 SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, have fallen to when it ends
 SERIES_ERROR = 1e-7  # relative, of a move; above it steps are replayed
-MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
+HISTORY_FIRST, HISTORY_TAKEN, HISTORY_REPLAYED, HISTORY_REFUSED, HISTORY_WORDS = (
+    0,
+    2,
+    3,
+    4,
+    5,
+)  # of a history on a GPU: int64
 
 # inputs that are put together: of how many features by one launch, and bits of what is known of each
 MOST_JOINED = 56
 IDS_32, OFFSETS_32, LAST, KIND_BITS = 1, 2, 4, 3
-MOST_TOLD = 64  # addresses that a launch is told of
+MOST_ADDRESSES = 64  # addresses that one launch is given
 
 # exact sums, int64: digits of 32 bits, then how many infinities and NaNs are in it; see lookup/exact_sum.py
 EXACT_DIGITS = 66  # 32 bits each: all that float64 holds, and room for a carry
@@ -72,4 +78,6 @@ REPORT_NUMBER, REPORT_WORDS = 3, 4
 # threads of a block
 FILL_THREADS = 256  # that find bags: each finds its own among edges that all have read
 SORT_THREADS, SORT_ITEMS = 256, 8  # that sort by home, and how many each of them takes
-TOGETHER = 1024  # that choose victims, and wait for other blocks: two bins a thread
+MEETING_THREADS = (
+    1024  # a block of kernels whose blocks wait for one another, as where victims are chosen: two bins a thread
+)

@@ -19,7 +19,7 @@ from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.kernels.compile_notice import tell_of_compiling
+from tieredemb.kernels.compile_notice import report_compiling
 from tieredemb.kernels.compile_pause import pause_collector_for_compiling
 from tieredemb.kernels.device_functions_cpu import device_compiler
 from tieredemb.kernels.kernel_cache import KernelCache
@@ -65,7 +65,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 as_tuple = to_fixed_tuple  # (array, length that is a literal): its elements, inside kernels only
 
-tell_of_compiling()
+report_compiling()
 pause_collector_for_compiling()
 
 
@@ -118,8 +118,8 @@ def fma(typingctx, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-def ask_for_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
-    """Emits what asks for the cache line at an LLVM pointer, for what `prefetch` and its like are made of."""
+def prefetch_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
+    """Emits a prefetch of the cache line at an LLVM pointer."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
@@ -128,12 +128,12 @@ def ask_for_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """Asks for the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
+    """Prefetches the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
 
     def codegen(context, builder, signature, args):
         array_type = signature.args[0]
         view = context.make_array(array_type)(context, builder, args[0])
-        ask_for_line(builder, builder.gep(view.data, [args[1]]))
+        prefetch_line(builder, builder.gep(view.data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen

@@ -45,7 +45,7 @@ class Modules:
                 raise
         return made.result()
 
-    def settle(self) -> None:
+    def wait_for_begun(self) -> None:
         """Returns once nothing is being made that was begun ahead."""
         for begun in list(self._begun.values()):
             begun.exception()

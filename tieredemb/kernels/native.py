@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.np.arrayobj import populate_array
 
-from tieredemb.kernels.cpu import ask_for_line, intrinsic
+from tieredemb.kernels.cpu import intrinsic, prefetch_line
 
 SEMAPHORE_BYTES = 64  # `sem_t` takes 32 on 64-bit Linux
 
@@ -156,7 +156,7 @@ def _prefetch(name: str, *, to_write: bool) -> Any:
 
     def function(typingctx, address):
         def codegen(context, builder, signature, args):
-            ask_for_line(builder, _pointer(builder, args[0], 8), to_write=to_write)
+            prefetch_line(builder, _pointer(builder, args[0], 8), to_write=to_write)
             return context.get_dummy_value()
 
         return types.void(types.int64), codegen

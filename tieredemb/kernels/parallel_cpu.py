@@ -188,8 +188,8 @@ def _call(builder: Any, work: Any, data: Any, who: list[Any]) -> None:
     or zeros for this thread alone."""
     run, board, helpers = who
     kind = ir.FunctionType(ir.VoidType(), [_LONG] * 4)
-    with builder.if_else(builder.icmp_unsigned("!=", run, _LONG(0))) as (together, alone):
-        with together:
+    with builder.if_else(builder.icmp_unsigned("!=", run, _LONG(0))) as (shared, alone):
+        with shared:
             function = builder.inttoptr(run, kind.as_pointer())
             builder.call(function, [board, helpers, builder.ptrtoint(work, _LONG), data])
         with alone:

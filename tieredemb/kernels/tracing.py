@@ -36,11 +36,11 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
         *("bags_join", "offsets_check", "bags_fill", "fault_tell"),
         *("owners_find", "firsts_find", "asked_place"),
         *("blocks_begin", "bags_pad", "pieces_find", "firsts_mark", "ids_join"),
-        *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
+        *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_resolve"),
         *("missed_place", "homes_count", "range_find", "range_begin"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
-    "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
+    "swap": ("missed_report", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
         *("bags_pool", "rows_gather", "rows_spread", "ranks_meet"),

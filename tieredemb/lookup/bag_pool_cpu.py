@@ -34,17 +34,17 @@ def block_of(rows, ids, batch):
 
 
 @inline
-def row_ask(rows, first):
-    """Asks for all lines of the row that begins at `rows.ravel()[first]`."""
+def row_lines_prefetch(rows, first):
+    """Prefetches all lines of the row that begins at `rows.ravel()[first]`."""
     for d in range(0, rows.shape[1], line_elements(rows)):
         prefetch(rows, first + d)
 
 
 @inline
 def row_prefetch(array, row):
-    """Asks for all lines of `array[row]` unless the row is negative (padding)."""
+    """Prefetches all lines of `array[row]` unless the row is negative (padding)."""
     if row >= 0:
-        row_ask(array, np.int64(row) * array.shape[1])
+        row_lines_prefetch(array, np.int64(row) * array.shape[1])
 
 
 @inline

@@ -7,13 +7,13 @@
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
 
-// The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where these
-// are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
-// `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1; `apart`: whether each was looked
-// up by itself, so that faults are told in terms of its own ids and offsets.
+// The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where
+// these are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key
+// and rows of the table of each; `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1;
+// `separate`: whether each was looked up by itself, so that faults are reported in terms of its own ids and offsets.
 struct Space {
     const i64 *blocks, *features, *first, *size, *padding, *resident;
-    int n_features, apart;
+    int n_features, separate;
 };
 
 // Edge k of the bags of all features; the last one may be left out and is then the number of ids. Without `offsets` all
@@ -132,7 +132,7 @@ __device__ __forceinline__ Span bags_around(const i64 *local, u32 bags, i64 prob
     }
 }
 
-// Tells the host of the first fault that it has not been told of. One thread, after all others.
+// Reports the first fault that was not reported yet to the host. One thread, after all others.
 __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const Edges &edges, i64 n_edges, i64 batch,
                              const Space &space, volatile Report *report) {
     if ((fault->id | fault->offset) == 0 || report->state != 0) return;
@@ -142,7 +142,7 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
     report->position = at;
     report->ids = edges.n_ids;
     report->edges = n_edges;
-    if (bad_offset && space.apart) {
+    if (bad_offset && space.separate) {
         i64 f = at / batch;  // of a first bag whose edge is where it should be the last one before is wrong
         const bool first_is_wrong = at == f * batch && edges[at] < 0;
         if (at == f * batch && !first_is_wrong) f--;
@@ -171,7 +171,7 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
         }
         report->feature = feature;
         report->value = ids[at];
-        if (space.apart) report->position = at - edges[feature * batch];
+        if (space.separate) report->position = at - edges[feature * batch];
     }
     __threadfence_system();
     report->state = 1;
@@ -197,14 +197,14 @@ __device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i6
 }
 
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
-// DROPPED for padding, bad ids, what lies beyond the last bag, and the rest of the `room`, which is that of n_ids or more;
+// DROPPED for padding, bad ids, what lies beyond the last bag, and the rest of the `capacity`, which is n_ids or more;
 // after a bad offset there are no bags. 256 threads a block. Moves 8 + 16 bytes an occurrence.
 //
 // A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
 // at once, then takes edges and tables from there on into shared memory, where each id finds its own.
 extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
-    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 room, i64 *local, i64 batch, Space space, i64 *keys,
-    int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
+    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 capacity, i64 *local, i64 batch, Space space,
+    i64 *keys, int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
     wait_for_prior_kernel();
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
     __shared__ Table near[NEAR];
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     const bool lost = fault->offset != 0;
     const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
     for (i64 bag = thread_index(); lost && bag <= bags; bag += thread_count()) local[bag] = 0;
-    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < room; base += thread_count()) {
+    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < capacity; base += thread_count()) {
         const i64 k = base + threadIdx.x;
         i64 i = k, id = !position && k < n_ids ? ids[k] : -1;
         u32 own = 0, near_feature = 0;
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
             keys[k] = real && table.slot < 0 ? table.first + id : -1;
             homes[k] = !real ? DROPPED : table.slot < 0 ? -1 : (int)(table.slot + id);
             bag[k] = (int)own;
-        } else if (k < room) {
+        } else if (k < capacity) {
             keys[k] = -1;
             homes[k] = DROPPED;
             bag[k] = 0;

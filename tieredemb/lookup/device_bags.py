@@ -36,9 +36,12 @@ def words_of(struct: str) -> int:
 class DeviceKeySpace:
     """The arrays of a `KeySpace` on a device: `column`, `mode`, `padding` and, where tables are shared, the `table` of
     each feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that
-    is resident, or −1 · `apart`: whether each feature was looked up by itself, which is what faults are told of."""
+    is resident, or −1 · `separate`: whether each feature was looked up by itself, so that faults are reported in its
+    own terms."""
 
-    def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device, *, apart: bool = False) -> None:
+    def __init__(
+        self, space: KeySpace, resident: Sequence[int], device: torch.device, *, separate: bool = False
+    ) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
@@ -57,7 +60,7 @@ class DeviceKeySpace:
             "size": upload(space.size),
             "resident": self._resident,
             "n_features": len(space.features),
-            "apart": apart,
+            "separate": separate,
         }
         # those that were asked for are kept: a captured step counts on their memory
         self._features: dict[tuple[bool, Places | None], StructValue] = {}
@@ -160,7 +163,7 @@ def find_device_bags(
     """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, for which `bags` have room), in which features
     have theirs at `places`. Does not synchronise, but for new places; bad ids, and offsets that do not start at 0,
     fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
-    room, batch = bags.homes.shape[0], bags.batch
+    capacity, batch = bags.homes.shape[0], bags.batch
     offsets, given = edges.arguments
     features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
@@ -170,7 +173,7 @@ def find_device_bags(
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(room, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, edges.ids, room,
+        max(1, blocks_for(capacity, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, edges.ids, capacity,
         bags.offsets, batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position,
         edges.count, fault, report,
     )  # fmt: skip
@@ -192,8 +195,8 @@ class Joined(NamedTuple):
 
 
 def kind_of(ids: torch.dtype, offsets: torch.dtype | None, length: int, *, is_last: bool) -> int:
-    """What a kernel is told of a feature: the dtypes of its inputs, the `length` of its bags where it has no offsets,
-    and whether it is the last one of its pool."""
+    """What a kernel needs to know of a feature: the dtypes of its inputs, the `length` of its bags where it has no
+    offsets, and whether it is the last one of its pool."""
     is_ids_32, is_offsets_32 = ids is torch.int32, offsets is torch.int32
     return IDS_32 * is_ids_32 | OFFSETS_32 * is_offsets_32 | LAST * is_last | max(0, length) << KIND_BITS
 
@@ -206,7 +209,7 @@ def join_bags(
     feature, int32 or int64, of one dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. What
     `find_device_bags` finds wrong with the edges is reported in the feature's own terms. Does not synchronise."""
     device, features = ids[0].device, len(ids)
-    together = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
+    all_ids = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
     edges = torch.empty(count, dtype=torch.int64, device=device) if count else None
     join = kernel(FILE, "bags_join")
     where, starts = [each.data_ptr() for each in ids], [0 if each is None else each.data_ptr() for each in offsets]
@@ -221,9 +224,9 @@ def join_bags(
         n = total + of * joined.batch * bool(count)
         join(
             blocks_for(n, THREADS, MOST_BLOCKS), THREADS, struct_type(FILE, "Joined")(**own), of, total, joined.batch,
-            together, 0 if edges is None else edges,
+            all_ids, 0 if edges is None else edges,
         )  # fmt: skip
-    return together, edges
+    return all_ids, edges
 
 
 def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
@@ -239,33 +242,33 @@ def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: i
 
 
 def is_good(report: torch.Tensor) -> torch.Tensor:
-    """Whether the words of a `Report`, int64 on their device, tell of no fault: bool (1,). Does not synchronise."""
+    """Whether the words of a `Report`, int64 on their device, report no fault: bool (1,). Does not synchronise."""
     state = [field.name for field in read(FILE).layout("Report").fields].index("state")
     return report[state : state + 1] == 0
 
 
-def _said(words: Sequence[int]) -> dict[str, int]:
+def _report_of(words: Sequence[int]) -> dict[str, int]:
     """The words of a `Report`, by their names."""
     return dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
 
 
 def fault_in(
-    words: Sequence[int], names: Sequence[str], rows: Sequence[int], told: str = ""
+    words: Sequence[int], names: Sequence[str], rows: Sequence[int], ending: str = ""
 ) -> InvalidInputError | IdOutOfRangeError | None:
-    """The error that the words of a `Report` tell of, if any. `names`, `rows`: of each feature, as messages name it,
-    and of its table · `told`: what the message ends with."""
-    said = _said(words)
-    if said["state"] == 0:
+    """The error that the words of a `Report` stand for, if any. `names`, `rows`: of each feature, as messages name it,
+    and of its table · `ending`: what the message ends with."""
+    report = _report_of(words)
+    if report["state"] == 0:
         return None
-    position, value, feature = said["position"], said["value"], said["feature"]
-    if said["kind"] == BAD_ID:
-        return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + told)
-    wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
-    return InvalidInputError(wrong + told)
+    position, value, feature = report["position"], report["value"], report["feature"]
+    if report["kind"] == BAD_ID:
+        return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + ending)
+    wrong = offsets_out_of_order(position, value, report["before"], report["ids"], report["edges"])
+    return InvalidInputError(wrong + ending)
 
 
 class FaultReport:
-    """The first fault that nobody was told of: a `Report` in host memory, which kernels write to. `names`, `rows`: of
+    """The first fault that was not raised yet: a `Report` in host memory, which kernels write to. `names`, `rows`: of
     each feature, as messages name it, and of its table · `tables`: the name of each table."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int], tables: Sequence[str]) -> None:
@@ -278,16 +281,18 @@ class FaultReport:
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
 
-    def check(self, told: str = "") -> None:
+    def check(self, ending: str = "") -> None:
         """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once, or
-        `UnsupportedError` for a step. `told`: what the message ends with."""
+        `UnsupportedError` for a step. `ending`: what the message ends with."""
         if self._seen[self._state] == 0:
             return
         words = [*self._seen]
         self._seen[self._state] = 0
-        said = _said(words)
-        if said["kind"] == SPOILT:
-            raise UnsupportedError(why_refused(self._tables[said["feature"]], is_dense=bool(said["value"])) + told)
-        error = fault_in(words, self._names, self._rows, told)
+        report = _report_of(words)
+        if report["kind"] == SPOILT:
+            raise UnsupportedError(
+                why_refused(self._tables[report["feature"]], is_dense=bool(report["value"])) + ending
+            )
+        error = fault_in(words, self._names, self._rows, ending)
         if error is not None:
             raise error

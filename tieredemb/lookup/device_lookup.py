@@ -14,7 +14,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
-from tieredemb.kernels.constants import CHUNK, MAX, MEAN, MOST_TOLD
+from tieredemb.kernels.constants import CHUNK, MAX, MEAN, MOST_ADDRESSES
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
@@ -89,10 +89,10 @@ class DeviceLookup:
         optimizer: OptimizerConfig | None,
         output_dtype: torch.dtype | None = None,
         *,
-        apart: bool = False,
+        separate: bool = False,
         draws: DeviceDraws | None = None,
     ) -> None:
-        """`output_dtype`: of pooled rows; that of the rows unless it is given · `apart`: whether each feature is a
+        """`output_dtype`: of pooled rows; that of the rows unless it is given · `separate`: whether each feature is a
         table that takes steps of its own · `draws`: what rows are rounded by, if not to nearest."""
         self.space = space
         self.has_max = bool((space.space.mode == MAX).any())
@@ -105,8 +105,8 @@ class DeviceLookup:
         if output_dtype is not None and output_dtype != row.device_dtype:
             self._output = (RowFormat(width=row.width, dtype=output_dtype).flags[0].replace("ROW", "OUT"),)
         shared = ("-DSHARED",) if space.space.is_shared else ()
-        self._apart = apart
-        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DAPART",) if apart else ()))
+        self._separate = separate
+        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DSEPARATE",) if separate else ()))
         self._draws, self._nearest = draws, no_draws(self._recipe)
         if draws is not None:
             self._update = (*self._update, "-DSTOCHASTIC")
@@ -149,7 +149,7 @@ class DeviceLookup:
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
             _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
-            bags.batch if self._apart else 0, _address(weights), out, out.shape[1], _address(argmax),
+            bags.batch if self._separate else 0, _address(weights), out, out.shape[1], _address(argmax),
         )  # fmt: skip
 
     def read_current(
@@ -356,11 +356,13 @@ class DeviceLookup:
     def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Where they begin, int64 (K,) on their device, by launches alone."""
         found = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
-        told = kernel(self._recipe, "addresses_set", *self._update)
+        set_addresses = kernel(self._recipe, "addresses_set", *self._update)
         given = struct_type(self._recipe, "Addresses")
-        for start in range(0, len(tensors), MOST_TOLD):
-            some = [each.data_ptr() for each in tensors[start : start + MOST_TOLD]]
-            told(1, MOST_TOLD, found[start:], len(some), given(at=[*some, *[0] * (MOST_TOLD - len(some))]))
+        for start in range(0, len(tensors), MOST_ADDRESSES):
+            some = [each.data_ptr() for each in tensors[start : start + MOST_ADDRESSES]]
+            set_addresses(
+                1, MOST_ADDRESSES, found[start:], len(some), given(at=[*some, *[0] * (MOST_ADDRESSES - len(some))])
+            )
         return found
 
     def begin(
@@ -381,7 +383,7 @@ class DeviceLookup:
         see `DeviceHistory`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
-        rows = steps.shape[0] if self._apart else 1
+        rows = steps.shape[0] if self._separate else 1
         numbers = torch.empty(rows * MOST_NUMBERS, dtype=torch.float32, device=steps.device)
         begin = kernel(self._recipe, "step_begin", *self._update)
         n_faults, n_tables = faults.shape[0] // words_of("Fault"), (steps if tables is None else tables).shape[0]
@@ -420,8 +422,8 @@ class DeviceLookup:
         """Brings every row of `segments` to the `steps` (int64 (T,)) that were taken and marks those that it changes
         dirty; none after a fault. For dense optimizers: `past` is their history's. `only`: of features apart those of
         one alone, where it is not negative; `tables` as of `update`."""
-        bring = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
-        bring(
+        launch = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
+        launch(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,
             segments.items, segments.longs, fault, only, _address(tables), past, steps, hot.weight, hot.state,
             overflow.weight, overflow.state, _address(overflow.records), hot.dirty, self._drawn(hot, overflow),

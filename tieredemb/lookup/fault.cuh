@@ -1,4 +1,4 @@
-// What is wrong with a batch or its step, as kernels mark it, and as the host is told.
+// What is wrong with a batch or its step, as kernels mark it, and as they report it to the host.
 #pragma once
 
 struct Fault {

@@ -97,11 +97,11 @@ class Histories:
 
     def share(self) -> None:
         """Those that have taken the same steps share their arrays from here on."""
-        apart: list[History] = []
+        distinct: list[History] = []
         for each in self.of:
-            alike = next((other for other in apart if each.is_as(other)), None)
+            alike = next((other for other in distinct if each.is_as(other)), None)
             if alike is None:
-                apart.append(each)
+                distinct.append(each)
             elif each.rates is not alike.rates:
                 each.share(alike)
 

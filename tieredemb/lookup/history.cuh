@@ -2,17 +2,17 @@
 #pragma once
 #include "common.cuh"
 
-// By the row's last step less `base`, with `room` for so many; `windows`: after even steps, and after odd ones · `marks`:
-// the first step whose sum grows, after even steps and after odd ones; whether the step that was begun is taken; how many
-// steps rows were made to take one by one; how many were refused for want of room.
+// Arrays of `capacity` steps, indexed by the row's last step less `base`; `windows`: after even steps, and after odd
+// ones · `words`: the first step whose sum grows, after even steps and after odd ones; whether the step that was begun
+// is taken; how many steps rows were made to take one by one; how many were refused for lack of capacity.
 struct Past {
-    i64 base, room;
+    i64 base, capacity;
     float *rates, *numbers, *sums;
     int *ends;
     double *logs;
     int *coupled;
     double *windows;
-    i64 *marks;
+    i64 *words;
 };
 
 struct Terms {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
     const bool is_still = terms.weight == 0.0 && terms.first == 1.0;
     const double *before = past.windows + (i64)((at - 1) % 2) * WINDOW * ENTRY;
     double *after = past.windows + (i64)(at % 2) * WINDOW * ENTRY;
-    int first = (int)past.marks[MARK_FIRST + (at - 1) % 2];
+    int first = (int)past.words[HISTORY_FIRST + (at - 1) % 2];
     if (threadIdx.x == 0) {
         double *log_now = past.logs + (i64)at * LOGS;
         const double *log_then = log_now - LOGS;
@@ -173,6 +173,6 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
             else
                 break;
         }
-        past.marks[MARK_FIRST + at % 2] = first;
+        past.words[HISTORY_FIRST + at % 2] = first;
     }
 }

@@ -45,7 +45,7 @@ import numpy as np
 from tieredemb.config import Array, OptimizerConfig, StepTerms
 from tieredemb.kernels.constants import ENTRY, LOGS, SUM_IS_SERIES, SUMS, TERMS, WINDOW
 
-_FIRST_ROOM = 1024  # steps
+_FIRST_CAPACITY = 1024  # steps
 _ARRAYS = ("rates", "numbers", "sums", "ends", "logs", "coupled")  # by step
 _SHARED = (*_ARRAYS, "windows", "first", "steps", "base", "sharers")
 
@@ -94,7 +94,7 @@ class History:
         self.replayed = 0  # steps that rows were made to take one by one
         self.first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
         self.windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
-        self._make(_FIRST_ROOM)
+        self._make(_FIRST_CAPACITY)
         self.sharers = weakref.WeakSet([self])
 
     def share(self, other: History) -> None:
@@ -124,16 +124,16 @@ class History:
         self.__dict__.update(state)
         self.sharers = weakref.WeakSet([self])
 
-    def _make(self, room: int, old: Mapping[str, Array] | None = None) -> None:
+    def _make(self, capacity: int, old: Mapping[str, Array] | None = None) -> None:
         """Makes the arrays anew, with room for so many entries; with those of `old` arrays first. All of them change as
         one: kernels write to what an interrupt finds."""
         made: dict[str, Array] = {
-            "rates": np.zeros(room, np.float32),
-            "numbers": np.zeros((room, self.count_of_numbers), np.float32),
-            "sums": np.zeros((room, SUMS), np.float32),
-            "ends": np.zeros(room, np.int32),
-            "logs": np.zeros((room, LOGS)),
-            "coupled": np.zeros(room, np.int32),
+            "rates": np.zeros(capacity, np.float32),
+            "numbers": np.zeros((capacity, self.count_of_numbers), np.float32),
+            "sums": np.zeros((capacity, SUMS), np.float32),
+            "ends": np.zeros(capacity, np.int32),
+            "logs": np.zeros((capacity, LOGS)),
+            "coupled": np.zeros(capacity, np.int32),
         }
         made["sums"][:, SUM_IS_SERIES] = 1.0
         for name, array in (old or {}).items():
@@ -188,13 +188,13 @@ class History:
         self.steps = self.base = step
         self.first = [0, 0]
         self.windows = np.zeros((2, WINDOW, ENTRY))
-        self._make(_FIRST_ROOM)
+        self._make(_FIRST_CAPACITY)
         self._leave()
 
     def load(self, arrays: Mapping[str, Array], windows: Array, *, base: int, steps: int, first: Sequence[int]) -> None:
         """Takes over what `arrays()` and the attributes of another history were: `steps` − `base` + 1 entries."""
         taken = steps - base + 1
-        self._make(max(_FIRST_ROOM, 2 * taken))
+        self._make(max(_FIRST_CAPACITY, 2 * taken))
         self._leave()
         for name, array in arrays.items():
             getattr(self, name)[:taken] = array[:taken]

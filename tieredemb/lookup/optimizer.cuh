@@ -18,16 +18,17 @@ constexpr bool IS_SHARED = true;
 #else
 constexpr bool IS_SHARED = false;
 #endif
-#ifdef APART  // each feature is a table that takes steps of its own
-constexpr bool IS_APART = true;
+#ifdef SEPARATE  // each feature is a table that takes steps of its own
+constexpr bool IS_SEPARATE = true;
 #else
-constexpr bool IS_APART = false;
+constexpr bool IS_SEPARATE = false;
 #endif
 // Which of the numbers, histories and steps is that of a feature's table.
-__device__ __forceinline__ int own_of(int feature) { return IS_APART ? feature : 0; }
-// Which table a feature is, of all that take steps of their own: one of `tables`, or where there are none its own number.
+__device__ __forceinline__ int own_of(int feature) { return IS_SEPARATE ? feature : 0; }
+// Which table a feature is, of all that take steps of their own: one of `tables`, or where there are none its own
+// number.
 __device__ __forceinline__ int table_of(int feature, const int *tables) {
-    return IS_APART && tables ? tables[feature] : feature;
+    return IS_SEPARATE && tables ? tables[feature] : feature;
 }
 
 struct Work {
@@ -49,14 +50,14 @@ extern "C" __global__ void scale_gather(const int *order, int n, const float *sc
 }
 
 struct Addresses {
-    i64 at[MOST_TOLD];
+    i64 at[MOST_ADDRESSES];
 };
 
-// Writes `count` addresses to `to`. They are arguments, which a graph keeps with its launches: a copy from the host would
-// read the host's memory again at each replay.
-extern "C" __global__ void addresses_set(i64 *to, int count, const __grid_constant__ Addresses told) {
+// Writes `count` addresses to `to`. They are arguments, which a graph keeps with its launches: a copy from the host
+// would read the host's memory again at each replay.
+extern "C" __global__ void addresses_set(i64 *to, int count, const __grid_constant__ Addresses given) {
     wait_for_prior_kernel();
-    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = told.at[i];
+    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = given.at[i];
 }
 
 // End of the segment that starts at `start` and is longer than CHUNK, found by the whole warp 32 places at a time.
@@ -299,13 +300,13 @@ __device__ __forceinline__ void row_take(const Place &place, float (*value)[VECT
         state_write(place, s, lane, state);
     }
     if (lane == 0 && missed.replayed > missed.start)
-        atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
+        atomicAdd(reinterpret_cast<u64 *>(past.words + HISTORY_REPLAYED), (u64)(missed.replayed - missed.start));
 }
 
 // Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind. What
 // it has to take one by one comes first: see row_miss in optimizer_cpu.py.
-__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted,
-                                          const Drawn &drawn) {
+__device__ __forceinline__ bool row_make_current(const Place &place, Row &row, int lane, const Past &past, i64 now,
+                                                 i64 noted, const Drawn &drawn) {
     const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
     __syncwarp(group_mask(LANES));
     if (lane == 0) *clock_of(place) = (u32)noted;
@@ -331,7 +332,7 @@ __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lan
     const Place place = place_of(rows, home);
     if (*clock_of(place) >= now) return;
     Row row = row_read(place, lane);
-    row_bring(place, row, lane, past, now, now, drawn);
+    row_make_current(place, row, lane, past, now, now, drawn);
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         if (s * LANES + lane < UNITS) store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
@@ -353,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     for (i64 w = thread_index() / LANES; w < work->items + work->longs; w += groups) {
         const int home = w < work->items ? items[w].home : longs[w - work->items].home;
         const int feature = w < work->items ? items[w].feature : longs[w - work->items].feature;
-        if (IS_APART && only >= 0 && feature != only) continue;
+        if (IS_SEPARATE && only >= 0 && feature != only) continue;
         const int own = own_of(table_of(feature, tables));
         row_catch_up(rows, home, lane, past[own], steps[own], dirty, drawn_of(draws, home, feature));
     }
@@ -384,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const int home = homes[i];
         if (home == DROPPED) continue;
-        const int table = own_of(table_of(IS_APART ? bag[i] / batch : 0, tables));
+        const int table = own_of(table_of(IS_SEPARATE ? bag[i] / batch : 0, tables));
         const Past so_far = past[table];
         const Place place = place_of(rows, home);
         u32 stands = 0;
@@ -419,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const int home = homes[i];
         if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
         if (home == DROPPED) continue;
-        const int feature = IS_APART || IS_STOCHASTIC ? bag[i] / batch : 0;
+        const int feature = IS_SEPARATE || IS_STOCHASTIC ? bag[i] / batch : 0;
         const int table = own_of(table_of(feature, tables));
         const Past so_far = past[table];
         const i64 now = steps[table];
@@ -492,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         const bool whole = item.feature >= 0;
         const int feature = whole ? item.feature : -1 - item.feature;
         const int own = table_of(feature, tables);
-        if constexpr (IS_APART) constants = numbers[own];
+        if constexpr (IS_SEPARATE) constants = numbers[own];
         const i64 shift = (IS_SHARED ? 0 : column[feature] - (i64)feature * batch * total) + lane * VECTOR;
         const auto gradient_at = [=](int bag) {  // of a bag, after `shift`
             if (!IS_SHARED) return (i64)bag * total;
@@ -500,7 +501,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
             return (i64)(bag - its * batch) * total + column[its];
         };
         const float *base = grad;
-        if (IS_APART && grads) base = reinterpret_cast<const float *>(grads[feature]) - (i64)feature * samples * total;
+        if (IS_SEPARATE && grads)
+            base = reinterpret_cast<const float *>(grads[feature]) - (i64)feature * samples * total;
         base += shift;
         Place place;
         Row row;
@@ -570,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         const Drawn drawn = drawn_of(draws, item.home, feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
+            row_make_current(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[own], constants, drawn);
@@ -591,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     for (i64 w = group; w < work->longs; w += groups) {
         Long segment = longs[w];
         const int own = table_of(segment.feature, tables);
-        if constexpr (IS_APART) constants = numbers[own];
+        if constexpr (IS_SEPARATE) constants = numbers[own];
         float acc[STEPS][VECTOR];
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
@@ -627,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         const Drawn drawn = drawn_of(draws, segment.home, segment.feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
+            row_make_current(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[own], constants, drawn);
@@ -717,17 +719,17 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
-    const int clocks = IS_APART ? n_tables : 1;
-    const auto table_at = [=](int i) { return IS_APART ? tables[i] : i; };
+    const int clocks = IS_SEPARATE ? n_tables : 1;
+    const auto table_at = [=](int i) { return IS_SEPARATE ? tables[i] : i; };
     if constexpr (IS_DENSE) {
-        bool lacks_room = false;
+        bool lacks_capacity = false;
         for (int i = threadIdx.x; i < clocks; i += blockDim.x)
-            lacks_room |= steps[table_at(i)] + 1 - past[table_at(i)].base >= past[table_at(i)].room;
-        const bool is_full = __syncthreads_or(lacks_room) && !refused;
+            lacks_capacity |= steps[table_at(i)] + 1 - past[table_at(i)].base >= past[table_at(i)].capacity;
+        const bool is_full = __syncthreads_or(lacks_capacity) && !refused;
         refused = refused || is_full;
         for (int i = threadIdx.x; i < clocks; i += blockDim.x) {
-            past[table_at(i)].marks[MARK_TAKEN] = !refused;
-            if (is_full) past[table_at(i)].marks[MARK_REFUSED] += 1;
+            past[table_at(i)].words[HISTORY_TAKEN] = !refused;
+            if (is_full) past[table_at(i)].words[HISTORY_REFUSED] += 1;
         }
     }
     if (refused) {
@@ -739,7 +741,7 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
         const int t = table_at(i);
         const i64 step = steps[t] += 1;
         rate[t] = (float)Recipe::rate(hyper, (double)step);
-        if (!IS_APART && i > 0) continue;
+        if (!IS_SEPARATE && i > 0) continue;
         float *own = reinterpret_cast<float *>(numbers + own_of(t));
 #pragma unroll
         for (int k = 0; k < CONSTANTS; k++) own[k] = (float)options->v[HYPERS + k];
@@ -754,9 +756,9 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
 extern "C" __global__ void step_end(const Options *options, const i64 *steps, const int *tables, const float *rate,
                                     const Numbers *numbers, const Past *past) {
     wait_for_prior_kernel();
-    const int table = IS_APART ? tables[blockIdx.x] : 0;
+    const int table = IS_SEPARATE ? tables[blockIdx.x] : 0;
     const Past so_far = past[table];
-    if (!so_far.marks[MARK_TAKEN]) return;
+    if (!so_far.words[HISTORY_TAKEN]) return;
     const i64 step = steps[table];
     const int at = (int)(step - so_far.base);
     const Hyper hyper = *reinterpret_cast<const Hyper *>(options);

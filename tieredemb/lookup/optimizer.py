@@ -75,11 +75,11 @@ def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
 
 
 def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list[float]:
-    """What a GPU is told of a param group: `MOST_NUMBERS` floats, its hyperparameters first, then what the update takes
+    """What a GPU needs of a param group: `MOST_NUMBERS` floats, its hyperparameters first, then what the update takes
     of them, then zeros."""
     hyper = named_numbers(type(optimizer), group)
-    told = [*hyper.values(), *optimizer.numbers(hyper).values()]
-    return told + [0.0] * (MOST_NUMBERS - len(told))
+    numbers = [*hyper.values(), *optimizer.numbers(hyper).values()]
+    return numbers + [0.0] * (MOST_NUMBERS - len(numbers))
 
 
 @dataclass(frozen=True)

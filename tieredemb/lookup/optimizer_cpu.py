@@ -208,7 +208,7 @@ def occurrences_add(acc, order, lo, hi, grad, sample, features, column, is_share
 
 @inline
 def stays(weight, row, state, home, none, values, dense, row_catch_up, decayed):
-    """`row_bring` of an optimizer that is not dense."""
+    """`row_make_current` of an optimizer that is not dense."""
     return 0
 
 
@@ -269,7 +269,7 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, de
 
 
 @inline
-def row_bring(weight, row, state, home, none, values, dense, row_catch_up, decayed):
+def row_make_current(weight, row, state, home, none, values, dense, row_catch_up, decayed):
     """Brings a row of a dense recipe to the steps that its table has taken, and notes the step that it stands at then.
     `dense`: the states as uint32, whose last word is that step · what kernels are given of a
     history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
@@ -295,8 +295,8 @@ def row_bring(weight, row, state, home, none, values, dense, row_catch_up, decay
 
 @inline
 def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed):
-    """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward; see `row_bring`.
-    Returns how many steps it has replayed."""
+    """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward; see
+    `row_make_current`. Returns how many steps it has replayed."""
     clock, past, _, _ = dense
     now, place = np.int64(past[0]), clock.shape[1] - 1
     scratch = np.zeros((2, row_width(weight)), np.float32)
@@ -311,21 +311,23 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed)
             row_prefetch(state, slots[i + AHEAD])
         if clock[s, place] >= now:
             continue
-        replayed += row_bring(weight, s, state, s, none, values, dense, row_catch_up, decayed)
+        replayed += row_make_current(weight, s, state, s, none, values, dense, row_catch_up, decayed)
         dirty[s] = 1
     keep(scratch)
     return replayed
 
 
 @inline
-def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, bring, dense, row_catch_up, decayed):
+def segments_walk(
+    lo, hi, batch, rows, rate, numbers, grad_scale, row_update, make_current, dense, row_catch_up, decayed
+):
     """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
     a segment once each way. Returns how many steps were replayed.
 
     `row_update(weight, row, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the weights in row
     `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its feature ·
-    `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
-    recipe `row_bring`, which is given `dense`, `row_catch_up` and `decayed`.
+    `numbers`: tuple of float32, as the config derives them. It rounds weights once. `make_current` is `stays`, or of a
+    dense recipe `row_make_current`, which is given `dense`, `row_catch_up` and `decayed`.
     """
     homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = batch
     weight, state, dirty, rounding = rows
@@ -357,7 +359,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         if grad_scale != F(1.0):
             for d in range(width):
                 acc[d] *= grad_scale
-        replayed += bring(weight, homes[u], state, homes[u], none, values, dense, row_catch_up, decayed)
+        replayed += make_current(weight, homes[u], state, homes[u], none, values, dense, row_catch_up, decayed)
         if is_direct(weight) and is_nearest(rounding):
             row_update(weight, homes[u], state, homes[u], acc, rate[feature], numbers)
         else:
@@ -372,7 +374,9 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
 @inline
 def dense_walk(lo, hi, batch, rows, rate, numbers, scale, dense, row_update, row_catch_up, decayed):
     """The same of a dense recipe."""
-    return segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, row_bring, dense, row_catch_up, decayed)
+    return segments_walk(
+        lo, hi, batch, rows, rate, numbers, scale, row_update, row_make_current, dense, row_catch_up, decayed
+    )
 
 
 @over_ranges

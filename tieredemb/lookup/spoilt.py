@@ -48,7 +48,7 @@ def refuse_spoilt(
     report: int,
     *,
     is_dense: bool,
-    apart: bool,
+    separate: bool,
 ) -> torch.Tensor | None:
     """On a GPU: writes to `skipped`, float32 (), whether a step is not to be taken: after an infinity that a scaler has
     found (`found_inf`, float32 ()), or as no step can do what torch does, which is reported to the host's words at
@@ -56,11 +56,11 @@ def refuse_spoilt(
     synchronise.
 
     `spoilt`: float32 (T,), NaN for a table whose gradient was multiplied by what is not finite · `tables`: their
-    numbers as the report names them, int32 (T,), or None of 0, 1, … · `apart`: whether each takes steps of its own.
+    numbers as the report names them, int32 (T,), or None of 0, 1, … · `separate`: whether each takes steps of its own.
     """
     factors = torch.empty_like(spoilt) if is_dense else None
     kernel(FILE, "spoilt_refuse")(
-        1, WARP, spoilt, spoilt.shape[0], 0 if tables is None else tables, is_dense, apart,
+        1, WARP, spoilt, spoilt.shape[0], 0 if tables is None else tables, is_dense, separate,
         0 if found_inf is None else found_inf, skipped, 0 if factors is None else factors, report,
     )  # fmt: skip
     return factors

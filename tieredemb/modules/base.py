@@ -353,7 +353,7 @@ class TieredModule(LookupModule):
         if shared.device.type == "cpu" and shared.is_shared():
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         if probe.device != self._hook.device:
-            self.tables.check_moves([each.tables for each in _moved_together(self)])
+            self.tables.check_moves([each.tables for each in _moved_with(self)])
             self.engine.check_no_gradient("move the tables")
         with self._without_tables():  # which move with the tables
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -418,7 +418,7 @@ def moved(fn: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor) -> to
         raise
 
 
-def _moved_together(module: TieredModule) -> list[TieredModule]:
+def _moved_with(module: TieredModule) -> list[TieredModule]:
     """The tiered modules of the outermost module whose `_apply` has led to that of `module`, on this thread."""
     frame: Any = sys._getframe(1)
     outermost: nn.Module = module

@@ -19,7 +19,7 @@ SPAN = 4  # steps that are timed as one
 SPANS = (2, 4, 2)  # of a trial: as the loop goes, the other way, and as it goes again
 WORTH = 1.03  # planning ahead has to save more than this: it costs the host in any case
 MOST_CUT = 4  # times that the end of a loop may cut a trial short
-SETTLE = 4  # steps after a change that are not timed, beside those that were planned before it
+UNTIMED = 4  # steps after a change that are not timed, beside those that were planned before it
 
 
 class Autotuner:
@@ -34,7 +34,7 @@ class Autotuner:
     def __init__(self, device: torch.device, depth: int) -> None:
         self.ahead = True
         self.device = device
-        self._settle = SETTLE + depth
+        self._untimed = UNTIMED + depth
         self._between = AGAIN
         self._left = FIRST  # steps until a trial begins
         self._found: bool | None = None  # by the last trial: whether to plan ahead
@@ -71,7 +71,7 @@ class Autotuner:
             self._switch()
 
     def _switch(self) -> None:
-        self.ahead, self._wait = not self.ahead, self._settle
+        self.ahead, self._wait = not self.ahead, self._untimed
 
     def _decide(self) -> None:
         before, other, after = map(_spans, self._stages)
@@ -97,7 +97,7 @@ class Autotuner:
         if not self._stages or self._is_timed:
             return
         self._stages[-1] = []
-        self._wait, self._cut = self._settle, self._cut + 1
+        self._wait, self._cut = self._untimed, self._cut + 1
         if self._cut > MOST_CUT:
             if len(self._stages) == 2:  # the other way was tried
                 self.ahead = not self.ahead

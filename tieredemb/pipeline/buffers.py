@@ -12,7 +12,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
-from tieredemb.step.capacities import room_for
+from tieredemb.step.capacities import capacity_for
 from tieredemb.step.planned_forwards import identity
 
 MANY = 4  # tensors that one launch copies in less time than as many
@@ -80,17 +80,17 @@ class Buffers:
     def of_form_of(self, batch: Any) -> Buffers:
         """Buffers of the form of `batch`, which has tensors of the same dtypes at the same places. They have room for
         its ids, and where these buffers do not, for more, as others may come."""
-        apart = map_tensors(batch, torch.Tensor.detach)  # one object for each place, whatever is one tensor in it
+        detached = map_tensors(batch, torch.Tensor.detach)  # one object for each place, whatever is one tensor in it
         new, at, is_same = dict[int, torch.Tensor](), dict[int, torch.Tensor](), self.form_of(batch) == self.form
-        for path, tensor in tensors_of(apart):
+        for path, tensor in tensors_of(detached):
             buffer, shape = self._buffer[path], tensor.shape
             if self._has_any_length(path, tensor):
-                room, length = len(buffer) if is_same else 0, len(tensor)
-                shape = torch.Size([room if length <= room else room_for(length + length // 8)])
+                capacity, length = len(buffer) if is_same else 0, len(tensor)
+                shape = torch.Size([capacity if length <= capacity else capacity_for(length + length // 8)])
             if id(buffer) not in new:
                 new[id(buffer)] = buffer.new_zeros(shape)
             at[id(tensor)] = new[id(buffer)]
-        return self._of(new, map_tensors(apart, lambda tensor: at[id(tensor)]))
+        return self._of(new, map_tensors(detached, lambda tensor: at[id(tensor)]))
 
     def _has_any_length(self, path: Path, tensor: torch.Tensor) -> bool:
         return path in self._any_length and tensor.dim() == 1

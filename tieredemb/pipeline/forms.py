@@ -17,7 +17,7 @@ R = TypeVar("R")
 MOST_FORMS = 8  # forms that are kept: the first one, and those used last
 MOST_COUNTED = 64  # other forms that are counted, those used last
 TIMES = 2  # how often a form comes before it is kept
-TIMES_AGAIN = 16  # the same for one that was displaced: forms that take turns would displace one another
+TIMES_DISPLACED = 16  # the same for one that was displaced: forms that take turns would displace one another
 
 
 class Forms(Generic[R]):
@@ -32,7 +32,7 @@ class Forms(Generic[R]):
         self._first = buffers.form
         self._kept: OrderedDict[Hashable, tuple[Buffers, dict[int, Ring[R]]]] = OrderedDict()
         self._times: OrderedDict[Hashable, int] = OrderedDict()
-        self._turn_to(buffers, {})
+        self._select(buffers, {})
 
     def ring(self, reach: int) -> Ring[R]:
         """That of the present form which goes so many batches ahead."""
@@ -55,7 +55,7 @@ class Forms(Generic[R]):
         if self._buffers.form_of(batch) != self._buffers.form:
             return False
         self.drop_plans()
-        self._turn_to(self._buffers.of_form_of(batch), {})
+        self._select(self._buffers.of_form_of(batch), {})
         return True
 
     def change(self, batch: Any) -> bool:
@@ -73,7 +73,7 @@ class Forms(Generic[R]):
             buffers = self._buffers.of_form_of(batch)
         elif buffers.has_other_shapes(batch):
             buffers, rings = buffers.of_form_of(batch), {}
-        self._turn_to(buffers, rings)
+        self._select(buffers, rings)
         return True
 
     def drop_plans(self) -> None:
@@ -81,7 +81,7 @@ class Forms(Generic[R]):
         for ring in list(self._rings.values()):
             ring.drop_plans()
 
-    def _turn_to(self, buffers: Buffers, rings: dict[int, Ring[R]]) -> None:
+    def _select(self, buffers: Buffers, rings: dict[int, Ring[R]]) -> None:
         self._buffers, self._rings = buffers, rings
         self._kept[buffers.form] = buffers, rings
         self._kept.move_to_end(buffers.form)
@@ -89,4 +89,4 @@ class Forms(Generic[R]):
             displaced = next(form for form in self._kept if form != self._first)
             del self._kept[displaced]
             self._times.pop(displaced, None)  # it is counted as the one used last
-            self._times[displaced] = TIMES - TIMES_AGAIN
+            self._times[displaced] = TIMES - TIMES_DISPLACED

@@ -140,8 +140,8 @@ def plan_groups(
             kind = AHEAD._replace(ages=tuple([its[at] for at, _ in group.starts]))
             if _plan_as_one(group, lookups, done, executor_of(group.modules[0]), kind, memory):
                 continue
-        for (module, given, trains), is_later in zip(lookups, its, strict=True):
-            kind, its_memory = AHEAD._replace(ages=is_later, trains=trains), memory if len(lookups) == 1 else None
+        for (module, given, trains), advances in zip(lookups, its, strict=True):
+            kind, its_memory = AHEAD._replace(ages=advances, trains=trains), memory if len(lookups) == 1 else None
             planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=its_memory)
             done.append((module.planned, planned))
 

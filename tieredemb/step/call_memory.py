@@ -37,13 +37,13 @@ class CallMemory:
         device = groups[0].device_space.device
         self.groups = list(groups)
         self.stream = current_stream(device.index)
-        self.words, marks = new_faults(blocks, device), blocks * words_of("Fault")
-        self.fault = self.words[:marks]
+        self.words, fault_words = new_faults(blocks, device), blocks * words_of("Fault")
+        self.fault = self.words[:fault_words]
         self.faults: Sequence[torch.Tensor] = [self.fault] * len(groups)
-        self.reports: Sequence[torch.Tensor] = [self.words[marks:]] * len(groups)
+        self.reports: Sequence[torch.Tensor] = [self.words[fault_words:]] * len(groups)
         if blocks > 1:
             self.faults = self.fault.view(blocks, -1).unbind()
-            self.reports = self.words[marks:].view(blocks, -1).unbind()
+            self.reports = self.words[fault_words:].view(blocks, -1).unbind()
         self.places = places
         self.bags = [
             new_device_bags(n, group.device_space, batch, is_all=group.space.is_all(places))

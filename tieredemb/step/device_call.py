@@ -78,7 +78,7 @@ class DeviceCall(Call):
     def set_batch(self, batch: Batch, kind: PlanKind) -> None:
         """The batch is about to be planned, by launches or a replay."""
         # with the first one of several forwards: there may be none
-        self.ids, self.reports_later = batch.ids.shape[0], kind.ahead or self.form is not None
+        self.ids, self.defers_report = batch.ids.shape[0], kind.ahead or self.form is not None
         self.capacities = self.counts()
         self.stack = batch.stack
 
@@ -194,8 +194,10 @@ class DeviceCall(Call):
         has_padding = [planned and bool((group.space.padding >= 0).any()) for group in groups]
         # not where rows of padding are planned, whose occurrences are known afterwards; nor where the update sorts
         # those of all tables that share the cache
-        later = [group.client is not None and group.past is None for group in groups]
-        sorts = [trains and not padding and not later for padding, later in zip(has_padding, later, strict=True)]
+        deferred = [group.client is not None and group.past is None for group in groups]
+        sorts = [
+            trains and not padding and not deferred for padding, deferred in zip(has_padding, deferred, strict=True)
+        ]
         with groups[0].cache.memory():
             return CallMemory(
                 groups, self.ids_in(groups), self.batch, places, blocks=self.blocks, sorts=sorts, masks=has_padding
@@ -221,7 +223,7 @@ class DeviceCall(Call):
         """Those of one group, of number `g`."""
         memory, dropped = self.memory, not self.context.options.plans_padding
         address = self.addresses()[g if self.blocks > 1 else 0]
-        report = memory.reports[g].data_ptr() if self.reports_later else address
+        report = memory.reports[g].data_ptr() if self.defers_report else address
         find_device_bags(
             memory.bags[g], ids, edges, group.device_space, memory.faults[g], report, memory.places,
             padding_is_dropped=dropped,
@@ -270,7 +272,7 @@ class DeviceCall(Call):
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call.parts = [part.rebind(ticket) for part, ticket in zip(self.parts, tickets, strict=True)]
-        call.reports_later = True
+        call.defers_report = True
         return call
 
     def start(self, *, trains: bool) -> None:
@@ -283,12 +285,12 @@ class DeviceCall(Call):
 
     def _report(self) -> None:
         """Reports a fault to the host, unless that was done."""
-        if not self.reports_later:
+        if not self.defers_report:
             return
         self.record_stream()
         with self.parts[0].group.cache.using(*self.tickets):
             self.report_faults()
-        self.reports_later = False
+        self.defers_report = False
         self.memory.joined()
 
     def report_faults(self) -> None:
@@ -309,7 +311,7 @@ class DeviceCall(Call):
         config = self.context.tables.config
         if self.stack is not None:
             return self.stack.rows
-        return self.ids if not config.pooled else self.batch * len(config.tables) if config.apart else self.batch
+        return self.ids if not config.pooled else self.batch * len(config.tables) if config.separate else self.batch
 
     def output_shapes(self) -> list[tuple[int, int]]:
         """Of the output; of several forwards that of those in each block."""
@@ -353,7 +355,7 @@ class DeviceCall(Call):
             if weights is None and not self.keeps_rows:
                 found = source.look_up(self)
                 if found is not None:
-                    self.reports_later = False
+                    self.defers_report = False
                     return found
             self._report()
         config = self.context.tables.config
@@ -437,7 +439,7 @@ class DeviceCall(Call):
         assert self.form is not None
         call, starts, whole = DeviceCall(context, self.batch), self.form.blocks[block].starts, self.parts[block]
         call.ids, call.memory, call.block = starts[place + 1] - starts[place], self.memory, block
-        call.reports_later = False
+        call.defers_report = False
         with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
             part = whole.of_client(place, slice(*starts[place : place + 2]), context)
         call.parts, call.own = [part], (part.bags.offsets, part.bags.bag)

@@ -319,8 +319,8 @@ def _of_occurrences(weights: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
     """The weights of the ids, float32 (N,), by occurrence: as many as `bags` have room for. Those of none are 0."""
     if bags.position is not None:
         return weights[bags.position]
-    room = bags.homes.shape[0] - weights.shape[0]
-    return weights if room == 0 else torch.nn.functional.pad(weights, (0, room))
+    rest = bags.homes.shape[0] - weights.shape[0]
+    return weights if rest == 0 else torch.nn.functional.pad(weights, (0, rest))
 
 
 def _leave_out(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:

@@ -111,9 +111,9 @@ def _behind(first: int, values: torch.Tensor) -> torch.Tensor:
     look for the columns of a feature."""
     if first == 0:
         return values.contiguous()
-    room = torch.empty(first + values.numel(), dtype=values.dtype, device=values.device)
-    room[first:].view(values.shape).copy_(values)
-    return room[: values.numel()].view(values.shape)
+    buffer = torch.empty(first + values.numel(), dtype=values.dtype, device=values.device)
+    buffer[first:].view(values.shape).copy_(values)
+    return buffer[: values.numel()].view(values.shape)
 
 
 def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -271,7 +271,7 @@ def scaling_of(
     skipped = optimizers[0].on_device.skipped
     factors = refuse_spoilt(
         spoilt, taken, found_inf, skipped, tables.placed.now.faults.address,
-        is_dense=any(group.is_dense for group in tables.groups), apart=taken is not None,
+        is_dense=any(group.is_dense for group in tables.groups), separate=taken is not None,
     )  # fmt: skip
     return Scaling(skipped, grad_scale, factors), stays
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.cache.base import USE, USE_AGAIN, PlanKind
+from tieredemb.cache.base import USE, USE_IN_STEP, PlanKind
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
@@ -202,7 +202,7 @@ class Engine:
         ages = time is None or time.begins(tables)
         if ages and tables.division is not None and tables.division.is_due_in(tables):
             return None  # a plan looks how to divide the capacity
-        kind = USE if ages else USE_AGAIN
+        kind = USE if ages else USE_IN_STEP
         output = call_type(place.device_type).read(batch, context, place, kind)
         if output is not None and time is not None:
             time.looked_up(tables, None)

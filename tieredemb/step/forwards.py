@@ -60,7 +60,7 @@ def catch_up_lagging(*tables: TableSet) -> None:
         tables_of_all = forwards.call.context.tables
         assert isinstance(tables_of_all, Selection)
         if any((pool(), number) in stepping for pool, numbers in tables_of_all.of_pools for number in numbers):
-            forwards.catch_up_those_that_came()
+            forwards.catch_up_deferred()
 
 
 class _Nobody:
@@ -152,28 +152,28 @@ class Forwards:
             if output is None:
                 forward.catch_up()
             else:
-                self._catch_up_later(forward)
+                self._defer_catch_up(forward)
         return output
 
-    def _catch_up_later(self, forward: Forward) -> None:
+    def _defer_catch_up(self, forward: Forward) -> None:
         """The rows of a forward that has come, and of no other, are brought to the steps that their table has taken:
         once it is known which forwards come, and at the latest before the next step."""
         self._lagging.append(forward)
         if self.expected:
             LAGGING.add(weakref.ref(self))
         else:
-            self.catch_up_those_that_came()
+            self.catch_up_deferred()
 
-    def catch_up_those_that_came(self) -> None:
-        """See `_catch_up_later`. By any thread, while others release what has come."""
+    def catch_up_deferred(self) -> None:
+        """See `_defer_catch_up`. By any thread, while others release what has come."""
         mine = object()
         self._in_flight.add(mine)  # so that the plan is not over meanwhile
         try:
             with self._taking:
-                those, self._lagging = self._lagging, []
+                lagging, self._lagging = self._lagging, []
             LAGGING.discard(weakref.ref(self))
             of_block: dict[int, list[Forward]] = {}
-            for forward in those:
+            for forward in lagging:
                 of_block.setdefault(forward.block, []).append(forward)
             for block, its in of_block.items():
                 is_whole = len(its) == len(self.form.blocks[block].positions)
@@ -207,26 +207,26 @@ class Forwards:
 
     # --- as they end --------------------------------------------------------------------------------------------------
 
-    def release_those(self, those: Sequence[Forward]) -> None:
+    def release_each(self, forwards: Sequence[Forward]) -> None:
         """As `release_part`, of forwards that have come."""
-        for forward in those:
+        for forward in forwards:
             forward.lasts = False
-        self.release_part(*[forward.position for forward in those])
+        self.release_part(*[forward.position for forward in forwards])
 
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
         self.expected.difference_update(positions)
         if self._lagging and not self.expected:
-            self.catch_up_those_that_came()
+            self.catch_up_deferred()
         self.forget(*positions)
 
-    def forget(self, *those: Any) -> None:
+    def forget(self, *holders: Any) -> None:
         """Ends forwards, by position, or what has kept the plan in flight beside them; with the last one the plan
         ends."""
-        self._in_flight.difference_update(those)
+        self._in_flight.difference_update(holders)
         node = self._node  # which a forward that ends with it forgets meanwhile
         if node is not None:
-            for each in those:
+            for each in holders:
                 node[1].pop(each, None)
         if not self._in_flight:
             self._rows, self._node = (), None

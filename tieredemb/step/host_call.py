@@ -254,7 +254,7 @@ class HostGroupCall:
         for history, part, cuts in parts:
             until = self.group.kept_until(history)
             if until is not None:
-                self.group.bring_to(until, hot, slots[part], history, cuts)
+                self.group.catch_up_to(until, hot, slots[part], history, cuts)
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.zeros(len(slots), np.uint8))
         numbers, rounding = np.arange(len(slots), dtype=np.int32), rounding_of(self.group, hot.key[slots])
         replayed: list[int] = []

@@ -329,7 +329,7 @@ def release_all(calls: Sequence[Any]) -> None:
         else:
             of.setdefault(call.forwards, []).append(call)
     for forwards, those in of.items():
-        forwards.release_those(those)
+        forwards.release_each(those)
 
 
 # --- backward: the autograd node of lookups, of which tables are no inputs --------------------------------------------

@@ -10,7 +10,7 @@ from tieredemb.cache.plan_cpu import SEARCHED, USED, uses_note
 from tieredemb.kernels.cpu import borrowed, inline, item, jit, keep, prefetch, put, row_at, row_width
 from tieredemb.kernels.native import longs_at
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_ask
+from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_lines_prefetch
 from tieredemb.lookup.bags import BLOCK, COLUMN, FIRST, MODE, PADDING, SIZE
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX
 
@@ -112,7 +112,7 @@ def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
         if key < 0:
             home = np.int64(NOT_READ)
         else:
-            row_ask(rows, home)
+            row_lines_prefetch(rows, home)
         put(homes, i, home)
 
 

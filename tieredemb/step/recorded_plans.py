@@ -43,7 +43,7 @@ from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.kernels.tracing import marked
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
-from tieredemb.step.capacities import Capacities, room_for
+from tieredemb.step.capacities import Capacities, capacity_for
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.tables.group import device_groups
 
@@ -158,7 +158,7 @@ class RecordedPlans:
         return False
 
     def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
-        batch = self._with_room(call, batch)
+        batch = self._with_capacity(call, batch)
         of_all = zip(self.groups, call.ids_in(self.groups), strict=True)
         following = [plan for group, n in of_all if (plan := group.cache.next_plan(n)) is not None]
         if len(following) < len(self.groups):
@@ -185,7 +185,7 @@ class RecordedPlans:
 
         return self._recorder.record(form, make, self.groups[0].cache.recorded) is not None
 
-    def _with_room(self, call: DeviceCall, batch: Batch) -> Batch:
+    def _with_capacity(self, call: DeviceCall, batch: Batch) -> Batch:
         """Gives `call` room for more ids than it has, where no row of the output is that of one id; and for more
         samples, where bags are of one length and numbered by their samples: returns the batch as one of as many, of
         which the last ones have empty bags. The caller holds the locks of plans and rows."""
@@ -197,7 +197,7 @@ class RecordedPlans:
             return batch
         if call.form is not None or not self._has_one_feature:
             return batch
-        (capacity,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
+        (capacity,), length = self._with_slots([capacity_for(counts[0])], counts), offsets.length
         bags = capacity // length
         call.capacities, call.batch, call.samples = [bags * length], bags, batch.size
         return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
@@ -210,7 +210,7 @@ class RecordedPlans:
             at = number if len(counts) > 1 else 0
             left, count = group.cache.slots_left(), counts[at]
             if found[at] > left >= count:
-                found[at] = min(found[at], room_for(count))
+                found[at] = min(found[at], capacity_for(count))
                 if found[at] > left:
                     found[at] = count
         return found
@@ -227,8 +227,8 @@ class RecordedPlan:
         self._groups, self._device, self._output_dtype = groups, device, plans.output_dtype
         self._shapes = call.output_shapes()
         pools = plans.pools and form.stacked < 0 and not form.weighted and min(map(min, self._shapes)) > 0
-        later = form.kind.ahead or plans.waits
-        self._ahead, self._pools, self._pools_later = form.kind.ahead, pools and not later, pools and later
+        deferred = form.kind.ahead or plans.waits
+        self._ahead, self._pools, self._pools_separately = form.kind.ahead, pools and not deferred, pools and deferred
         with no_inference(), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.kind.trains)
             # torch's kernels, whose arguments do not change, read them where padding is left out of the gradient
@@ -353,7 +353,7 @@ class RecordedPlan:
             if self._lookup is None:
                 self._lookup = attempt(functools.partial(self._record_lookup, call, outs))
             if self._lookup is None:
-                self._pools_later = False
+                self._pools_separately = False
                 return None
             self._lookup.replay([out.data_ptr() for out in outs])
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
@@ -392,7 +392,7 @@ class RecordedPlan:
     def _hand_over(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
         """Behind a replay: `call` has what that has planned."""
         call.pooled, call.recorded = outs, self
-        call.source = self if self._pools_later else None
+        call.source = self if self._pools_separately else None
         self._batches = [part.ticket.batch for part in call.parts]
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:

@@ -89,7 +89,7 @@ def _collect(ctx: Any, term: Callable[[], Term]) -> None:
 
 
 class _Used(torch.autograd.Function):
-    """What `compute` makes of the rows of a span. `term`: what its gradient adds to that of the rows · `reads_again`:
+    """What `compute` makes of the rows of a span. `term`: what its gradient adds to that of the rows · `reads_rows`:
     whether that is made of the rows, which have to be the same then."""
 
     @staticmethod
@@ -99,16 +99,16 @@ class _Used(torch.autograd.Function):
         span: Span,
         compute: Callable[[], torch.Tensor],
         term: Callable[[WholeUse, torch.Tensor], Term],
-        reads_again: bool,
+        reads_rows: bool,
     ) -> torch.Tensor:
-        ctx.call, ctx.term, ctx.reads_again = span.rows.use(span.table), term, reads_again
+        ctx.call, ctx.term, ctx.reads_rows = span.rows.use(span.table), term, reads_rows
         return compute()
 
     @staticmethod
     @untraced
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None, None]:
-        if ctx.reads_again:
+        if ctx.reads_rows:
             ctx.call.check()
         _collect(ctx, lambda: ctx.term(ctx.call, grad))
         return None, None, None, None, None
@@ -119,15 +119,15 @@ def _used(
     compute: Callable[[], torch.Tensor],
     term: Callable[[WholeUse, torch.Tensor], Term],
     *,
-    reads_again: bool = True,
+    reads_rows: bool = True,
 ) -> torch.Tensor:
-    found: torch.Tensor = _Used.apply(_leaf(), span, compute, term, reads_again)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Used.apply(_leaf(), span, compute, term, reads_rows)  # type: ignore[no-untyped-call]
     return found
 
 
 def read(span: Span) -> torch.Tensor:
     """All rows of a span, (K, D), from which a gradient comes back to them."""
-    return _used(span, span.whole, lambda _, grad: DenseTerm(span.start, grad), reads_again=False)
+    return _used(span, span.whole, lambda _, grad: DenseTerm(span.start, grad), reads_rows=False)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

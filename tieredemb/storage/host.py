@@ -54,7 +54,7 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def ask_for_huge_pages(address: int, size_bytes: int) -> None:
+def advise_huge_pages(address: int, size_bytes: int) -> None:
     """Asks for huge pages under memory that is yet to be touched: touching it takes a fault for each page. Of less than
     malloc maps on its own nothing is asked, as pages would be shared with others."""
     if size_bytes < _MAPPED_BYTES:

@@ -27,11 +27,11 @@ class System:
         return os.stat(path)
 
     def statfs(self, path: str) -> int:
-        """The type of a filesystem, as linux/magic.h names them: of what the call tells, all that is asked for here."""
-        told = (ctypes.c_long * 64)()  # more than its struct, which begins with the type, has anywhere
-        if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), told):
+        """The type of a filesystem, as linux/magic.h names them: the only field of the result that is used here."""
+        buffer = (ctypes.c_long * 64)()  # more than its struct, which begins with the type, has anywhere
+        if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-        return int(told[0]) & 0xFFFFFFFF
+        return int(buffer[0]) & 0xFFFFFFFF
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)

@@ -227,7 +227,7 @@ def check_replaceable(tables: TableSet) -> None:
 
 def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
     """Of tables that are looked up one by one, by their names; none of tables that have one together."""
-    if not tables.config.apart:
+    if not tables.config.separate:
         return {}
     return {each.tables.config.tables[0].name: each.optimizer for each in list(tables.engines) if each.optimizer}
 

@@ -148,6 +148,6 @@ def _other(found: Mapping[str, list[str]], wanted: Mapping[str, list[str]]) -> s
             f"one width, dtype and kind of optimizer share one. Convert the model as it was converted for the save. "
             f"Nothing was changed"
         )
-    told = [f"the checkpoint lacks {sorted(here - there)}"] * bool(here - there)
-    told += [f"this model lacks {sorted(there - here)}"] * bool(there - here)
-    return f"{', and '.join(told)}. Nothing was changed"
+    differences = [f"the checkpoint lacks {sorted(here - there)}"] * bool(here - there)
+    differences += [f"this model lacks {sorted(there - here)}"] * bool(there - here)
+    return f"{', and '.join(differences)}. Nothing was changed"

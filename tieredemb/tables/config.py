@@ -39,7 +39,7 @@ from tieredemb.tables.torch_kinds import Optimizer, row_config
 @dataclass(frozen=True, kw_only=True)
 class TableSetConfig:
     """All that a set of tables is built from; see the modules for the meaning of each field. `pooled`: whether lookups
-    sum rows up over bags; else they return the row of each id, the features' one after the other · `apart`: whether
+    sum rows up over bags; else they return the row of each id, the features' one after the other · `separate`: whether
     each table takes steps of its own, and is looked up by itself · `parts`: of which tables they are parts, if not
     whole · `label`: what their storages are named by, where others of one storage are beside them."""
 
@@ -55,7 +55,7 @@ class TableSetConfig:
     outputs: torch.dtype | None = None
     rounding: Rounding = "nearest"
     pooled: bool = True
-    apart: bool = False
+    separate: bool = False
     parts: tuple[TablePart, ...] = ()
     label: str = ""
 

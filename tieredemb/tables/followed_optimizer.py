@@ -29,9 +29,9 @@ from tieredemb.tables.given_states import MAX_STEPS, checked_entry, groups_of, l
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import (
+    check_equal_steps,
     check_is_here,
     check_lagging,
-    check_together,
     lagging_rows,
     loaded_state,
     state_tensors,
@@ -362,7 +362,7 @@ class FollowedOptimizer:
             if old is None and not entry:
                 continue
             states[table] = loaded_state(self._tables, config, table, entry)
-        check_together(config, states)
+        check_equal_steps(config, states)
         return states
 
     def _put(self, optimizer: torch.optim.Optimizer, index: int, old: list[torch.Tensor] | None) -> None:
@@ -462,7 +462,7 @@ class FollowedOptimizer:
         if found is not self._checked:
             self.check_rows(found.config)
             self._checked = found
-            followers.ask_again()
+            followers.recheck()
         return found
 
     def check_rows(self, config: OptimizerConfig) -> None:
@@ -734,7 +734,7 @@ class FollowedOptimizer:
                     begins.append(name)
         if self.in_state_dict:
             check_is_here(state_dict, entries)
-        check_together(self.config, loading)
+        check_equal_steps(self.config, loading)
         check_lagging(self._tables, loading)
         if begins:
             warnings.warn(

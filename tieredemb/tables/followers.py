@@ -158,7 +158,7 @@ class Followers:
         """All of them."""
         return [found for each in self._those if (found := each()) is not None]
 
-    def ask_again(self) -> None:
+    def recheck(self) -> None:
         """Before the next step all are asked whether they take the param groups for good."""
         self._checked = None
 

@@ -21,9 +21,9 @@ from tieredemb.tables.given_states import only_group
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.param_groups import is_plain, options_in
 from tieredemb.tables.row_state import (
+    check_equal_steps,
     check_is_here,
     check_lagging,
-    check_together,
     lagging_rows,
     loaded_state,
     state_tensors,
@@ -33,7 +33,7 @@ from tieredemb.tables.row_state import (
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers
 
-_CAME_LATER = frozenset({"weight_decay_on_use"})  # checkpoints from before lack them, and leave them as they are
+_ADDED_LATER = frozenset({"weight_decay_on_use"})  # checkpoints from before lack them, and leave them as they are
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -215,7 +215,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loaded: dict[int, LoadedState] = {}
         for table, entry in enumerate(entries):
             loaded[table] = loaded_state(self._tables, self._config, table, entry)
-        check_together(self._config, loaded)
+        check_equal_steps(self._config, loaded)
         check_lagging(self._tables, loaded)
         self._tables.set_states(loaded, lambda: self.set_options(options))
 
@@ -240,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
         they use is not ours to know. Changes nothing."""
         kind = type(self._config).__name__
-        needed = [each.name for each in fields(self._config) if each.name not in _CAME_LATER]
+        needed = [each.name for each in fields(self._config) if each.name not in _ADDED_LATER]
         if missing := [name for name in needed if name not in options]:
             raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(needed)}")
         own = self._own(options)

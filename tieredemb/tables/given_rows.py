@@ -53,10 +53,10 @@ def initial_rows(
             rows = torch.zeros((count, table.embedding_dim), dtype=torch.float32, device="cpu")
             given = function(rows, torch.Generator("cpu").manual_seed(drawn))
         if given is not None and (not isinstance(given, torch.Tensor) or given.shape != rows.shape):
-            told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            description = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
             raise ConfigError(
-                f"init of table {table.name!r} returned {told} for rows of shape {tuple(rows.shape)}; fill the rows in "
-                f"place, as nn.init does, or return as many"
+                f"init of table {table.name!r} returned {description} for rows of shape {tuple(rows.shape)}; fill the "
+                f"rows in place, as nn.init does, or return as many"
             )
         if given is not None and given is not rows:
             rows.copy_(given.detach())

@@ -80,16 +80,16 @@ class Group(abc.ABC):
         try:
             _check_steps(cold, len(tables))
             if cold.history is None:
-                cold.history = new_histories(config.optimizer, len(tables) if config.apart else 1)
+                cold.history = new_histories(config.optimizer, len(tables) if config.separate else 1)
                 if cold.history is not None and (cold.saved_history is not None or any(cold.metadata.steps)):
                     cold.history.take(parsed_histories(cold))
                     counted = [each.steps for each in cold.history.of]  # those of a file that was recovered
-                    cold.metadata.steps = counted if config.apart else counted * len(tables)
+                    cold.metadata.steps = counted if config.separate else counted * len(tables)
             self.is_dense = cold.history is not None
             parts = [config.part(int(t)) for t in space.tables]
             self.draws = draws_of(space, parts, config.seed) if config.rounding == "stochastic" else None
             self.kept: History | None = None
-            if cold.history is not None and not config.apart:
+            if cold.history is not None and not config.separate:
                 self.kept = cold.history.of[0]
             self._make_cache(cold)
             self._connect()
@@ -189,7 +189,7 @@ class Group(abc.ABC):
 
     def _client_keys(self) -> list[int]:
         """The first key of each table, and that after the last, where each is looked up by itself."""
-        return [int(key) for key in self.space.start] if self.config.apart else []
+        return [int(key) for key in self.space.start] if self.config.separate else []
 
     def _parts(self) -> frozenset[Part]:
         """What may be suspect of the rows, table by table: their weights, and their state where they have any."""
@@ -370,7 +370,7 @@ class Group(abc.ABC):
         device, distinct. It is no use of the rows."""
 
     @property
-    def _room(self) -> int:
+    def _cached_slots(self) -> int:
         """Slots that rows come into and leave."""
         return self.slots - sum(rows for _, rows in self.resident_ranges)
 
@@ -451,12 +451,12 @@ class HostGroup(Group):
             return behind
 
         self.cache.change_range(
-            start, stop, lambda rows, places: self.bring_to(until, rows, places, history), is_behind
+            start, stop, lambda rows, places: self.catch_up_to(until, rows, places, history), is_behind
         )
 
     def fetch(self, keys: Array) -> None:
-        for start in range(0, min(len(keys), self._room), FETCHED_ROWS):
-            some = keys[start : min(start + FETCHED_ROWS, self._room)]
+        for start in range(0, min(len(keys), self._cached_slots), FETCHED_ROWS):
+            some = keys[start : min(start + FETCHED_ROWS, self._cached_slots)]
             self.cache.plan(some, NO_USE).release()
 
     @property
@@ -477,7 +477,7 @@ class HostGroup(Group):
         for table, more in zip(self.clients, counted, strict=True):
             self.cache.cold.history.of[table].replayed += more
 
-    def bring_to(
+    def catch_up_to(
         self, until: int, rows: HotArrays, places: Array, history: History, starts: Array | None = None
     ) -> None:
         """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it. `starts`: where those of
@@ -502,7 +502,7 @@ class HostGroup(Group):
         history = None if histories is None else histories.of[0]
         rounding = self.rounding(hot.key, ahead=1)
         calls = update_calls(hot, self.space, self.config.optimizer, history, rounding)
-        if history is not None and self.config.apart:
+        if history is not None and self.config.separate:
             calls.append(put_back(hot, np.empty(0, np.int32), self._rows_for(0, 0)).call)
         compile_beside(calls)
 
@@ -542,7 +542,7 @@ class DeviceGroup(Group):
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
         self._numbers = KeptNumbers(self.config.device, torch.int32)
         self.pasts: torch.Tensor | None = None
-        if self.config.apart and cold.history is not None:
+        if self.config.separate and cold.history is not None:
             self.pasts = new_pasts(len(self.space), self.config.device)
         self._make_lookup()
 
@@ -567,12 +567,12 @@ class DeviceGroup(Group):
         from tieredemb.lookup.rounding import DeviceDraws
 
         config, row = self.config, self.cache.cold.layout.format
-        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, apart=config.apart)
+        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, separate=config.separate)
         draws = None
         if self.draws is not None:
             draws = DeviceDraws(self.draws, self.space, self.first_slots, self._all_steps)
         self.lookup = DeviceLookup(
-            self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart, draws=draws
+            self.device_space, row, config.optimizer, config.output_dtype, separate=config.separate, draws=draws
         )
         self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
         # where what a dense optimizer keeps is, or of several tables that plan as one, each table's
@@ -617,7 +617,7 @@ class DeviceGroup(Group):
 
     def fetch(self, keys: torch.Tensor) -> None:
         with on_device(self.config.device):
-            for some in torch.split(keys[: self._room], FETCHED_ROWS):
+            for some in torch.split(keys[: self._cached_slots], FETCHED_ROWS):
                 homes = torch.full_like(some, -1, dtype=torch.int32)
                 ticket = self.cache.plan(some, homes, NO_USE, client=self.device_client)
                 ticket.kept = (some, homes)

@@ -55,13 +55,13 @@ class Related:
 
 
 class Pool(TableSet):
-    """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has · `related`:
-    what it has in common with others, and `order`: its place among these."""
+    """The tables of `config`, which is `separate`, all of one width. `members`: the tables in use, one module each ·
+    `related`: what it has in common with related pools · `order`: its place among them."""
 
     def __init__(
         self, config: TableSetConfig, *, rows: RowOpener | None = None, related: Related | None = None
     ) -> None:
-        assert config.apart
+        assert config.separate
         super().__init__(config, rows=rows)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
@@ -212,7 +212,7 @@ def _place_of_one(
         counted = before.earlier + group.counted + CacheStats(steps_replayed=group.steps_replayed)
         group.restart_counts()
     own = _own(optimizer, pool.config)
-    config = replace(pool.config, tables=(pool.config.tables[number],), apart=False, optimizer=own)
+    config = replace(pool.config, tables=(pool.config.tables[number],), separate=False, optimizer=own)
     place = Place(config, [pool.groups[0].of_table(number, config)], counted)
     place.other_faults = pool.other_faults
     return place

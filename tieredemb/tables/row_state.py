@@ -13,7 +13,7 @@ import torch
 from tieredemb.config import OptimizerConfig, TablePart, is_number
 from tieredemb.errors import InvalidInputError, shown
 from tieredemb.lookup.histories import Histories, StoredBytes
-from tieredemb.storage.host import ask_for_huge_pages
+from tieredemb.storage.host import advise_huge_pages
 from tieredemb.tables.given_states import MAX_DENSE_STEPS, MAX_STEPS, loaded_steps
 from tieredemb.tables.given_tensors import dense_numbers
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet, check_memory
@@ -49,7 +49,7 @@ def state_tensors(tables: TableSet, config: OptimizerConfig, table: int) -> dict
     check_memory(tables.config.tables[table].name, sum(4 * rows * width for rows, width in shapes.values()))
     found = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
     for each in found.values():
-        ask_for_huge_pages(each.data_ptr(), each.nbytes)
+        advise_huge_pages(each.data_ptr(), each.nbytes)
     for start, rows in tables.state_parts(table):
         parts = torch.split(rows, [width for _, width in shapes.values()], dim=1)
         for each, part in zip(found.values(), parts, strict=True):
@@ -163,7 +163,7 @@ def loaded_state(
     return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
 
 
-def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
+def check_equal_steps(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
     """Raises `InvalidInputError` where tables that take their steps together would have taken different numbers."""
     steps = {state.step for state in states.values()}
     if config.is_dense and len(steps) > 1:

@@ -59,10 +59,10 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
     if held < len(order) and left > 0:  # a part of the rows that the next one stands for
         slots[of[order[held]]] += (left - (spent[held - 1] if held else 0)) / sizes[of[order[held]]]
     slots = np.minimum(slots, [use.rows for use in uses])
-    room = np.array([use.rows for use in uses]) - slots
-    free, total = budget - float(slots @ sizes), float(room @ sizes)
+    uncached = np.array([use.rows for use in uses]) - slots
+    free, total = budget - float(slots @ sizes), float(uncached @ sizes)
     if free > 0 and total > 0:
-        slots += room * min(1.0, free / total)
+        slots += uncached * min(1.0, free / total)
     given = [max(use.least, int(each)) for use, each in zip(uses, slots, strict=True)]
     left_over = budget - sum(each * use.slot_bytes for use, each in zip(uses, given, strict=True))
     for number in sorted(range(len(uses)), key=lambda number: -uses[number].slot_bytes):

@@ -25,7 +25,7 @@ from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.progress import progress
 from tieredemb.storage.base import RowOpener, RowSet
-from tieredemb.storage.host import ask_for_huge_pages
+from tieredemb.storage.host import advise_huge_pages
 from tieredemb.tables.collected import when_collected
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.given_rows import rows_of_part
@@ -103,7 +103,7 @@ class Place:
             reports = [] if own is None else [own]
         self.reports = reports
         self.faults: Any = reports[0] if reports else None
-        self.other_faults: list[Any] = [*reports] if config.apart else []
+        self.other_faults: list[Any] = [*reports] if config.separate else []
         self.earlier = earlier
         self.recorded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.groups: list[Group] = []
@@ -113,12 +113,13 @@ class Place:
         """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
         self.check_faults(NOT_BEGUN)
 
-    def check_faults(self, told: str) -> None:
-        """Raises for a batch that a GPU refused, once the device has said so. `told`: what the message ends with."""
+    def check_faults(self, ending: str) -> None:
+        """Raises for a batch that a GPU refused, once the device has reported it. `ending`: what the message ends
+        with."""
         if self.faults is not None:
-            self.faults.check(told)
+            self.faults.check(ending)
             for report in self.other_faults:
-                report.check(told)
+                report.check(ending)
 
     def add(self, *groups: Group) -> None:
         self.groups += groups
@@ -224,7 +225,7 @@ class TableSet:
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
         starts = np.concatenate([[0], np.cumsum(widths_of)])
         # rows that are not pooled, all of one width, lie below each other
-        is_wide = config.pooled and not config.apart
+        is_wide = config.pooled and not config.separate
         self.columns = (starts if is_wide else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._replaced = 0  # how often rows were
@@ -616,7 +617,7 @@ class TableSet:
         check_memory(self.config.tables[table].name, rows * width * dtype.itemsize, device)
         out = torch.empty((rows, width), dtype=dtype, device=device)
         if not on_gpu:
-            ask_for_huge_pages(out.data_ptr(), out.nbytes)
+            advise_huge_pages(out.data_ptr(), out.nbytes)
         return out
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
@@ -727,7 +728,7 @@ class TableSet:
         return total
 
     def check_faults(self) -> None:
-        """Raises for a batch that a GPU refused, once the device has said so."""
+        """Raises for a batch that a GPU refused, once the device has reported it."""
         self.placed.now.check_faults(EARLIER)
 
     def memory_report(self) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class WeightsAlone:
             )
         self._histories = self._parsed("param_groups" in extra, stored)
 
-    def _parsed(self, is_apart: bool, stored: Stored | None) -> tuple[History, ...]:
+    def _parsed(self, is_separate: bool, stored: Stored | None) -> tuple[History, ...]:
         """The history of each table, or one of all; none of an optimizer that is not dense."""
-        like = new_histories(self.optimizer, len(self._group.space) if is_apart else 1)
+        like = new_histories(self.optimizer, len(self._group.space) if is_separate else 1)
         if like is None:
             return ()
         try:

@@ -93,7 +93,7 @@ class DeviceCache(Cache):
         self._recorded: NextPlan | None = None  # the plan that is being recorded
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
-        self._ledger = Ledger(self._book)
+        self._ledger = Ledger(self._tickets)
         self._captured = NOTHING_PLANNED  # what replays do of the step that was captured last
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
@@ -108,7 +108,7 @@ class DeviceCache(Cache):
             # None where the host alone reaches cold rows
             self.ranges = KeyRanges(cold, self.hot, self._moves) if cold.device_readable else None
             self._planner = Planner(
-                self.hot, self._plan, self.transfer, self._ledger, self._book, self._order, self._side, self.lock
+                self.hot, self._plan, self.transfer, self._ledger, self._tickets, self._order, self._side, self.lock
             )
             try:
                 self._adopt_scores()
@@ -239,7 +239,7 @@ class DeviceCache(Cache):
         if not self.transfer.may_record():
             return None
         if self._planner.may_lack_slots(ids, locked, uncached=uncached):
-            self.transfer.make_room(min(locked + ids, self.hot.layout.rows))
+            self.transfer.reserve(min(locked + ids, self.hot.layout.rows))
             return NextPlan(lag, True, self._plan.records.table.data_ptr(), self.transfer.overflow(True).weight)
         return NextPlan(lag, False, 0, 0)
 
@@ -636,7 +636,7 @@ class DeviceCache(Cache):
 
     def memory_report(self) -> dict[str, Any]:
         with self.lock:
-            batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
+            batch = {"plans": self._tickets.size_bytes() + self._plan.size_bytes()}
             batch["records"] = self._plan.records.size_bytes()
             batch["recorded"] = sum(each.size_bytes() for each in self.recorded)
             batch["deferred"] = sum(each.size_bytes() for each in self._deferred)

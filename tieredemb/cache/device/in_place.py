@@ -50,7 +50,7 @@ class InPlace(Transfer):
         records = self._plan.records.table
         return OverflowRows(uncached, self._weight, self._state, records, records)
 
-    def make_room(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
         self._plan.records.reserve(rows)
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class InPlace(Transfer):
         plan.phase = Phase.MOVED
 
     def _publish(self, plan: BatchPlan, beside: Beside | None = None) -> None:
-        self._plan.settle(plan.homes, plan.missed, self.overflow(plan.uncached), PUBLISH)
+        self._plan.resolve(plan.homes, plan.missed, self.overflow(plan.uncached), PUBLISH)
         if beside:
             beside()
 

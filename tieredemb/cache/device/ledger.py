@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tieredemb.cache.device.effects import NOTHING_PLANNED, Effects
-from tieredemb.cache.tickets import Hold, TicketBook
+from tieredemb.cache.tickets import Hold, TicketLedger
 from tieredemb.errors import StorageError
 
 
@@ -29,10 +29,10 @@ class Begun(NamedTuple):
 
 
 class Ledger:
-    """The batches of one cache, whose tickets are in `book`."""
+    """The batches of one cache, whose tickets are in `tickets`."""
 
-    def __init__(self, book: TicketBook) -> None:
-        self._book = book
+    def __init__(self, tickets: TicketLedger) -> None:
+        self._tickets = tickets
         self.last = 0  # the last batch planned, by the `count` of the host
         self._eager = 0  # the last one planned outside a capture
         self._planning: int | None = None  # the batch that is being planned, and not yet in flight
@@ -42,7 +42,7 @@ class Ledger:
     def restart(self, batch: int) -> None:
         """No batch is in flight, and the next one follows `batch`."""
         self.last = self._eager = batch
-        self._book.reset()
+        self._tickets.reset()
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -55,17 +55,17 @@ class Ledger:
         """Of the batch that would be planned next: how many before it lock their rows, ids of those, and whether one
         of them may use rows without a slot."""
         batch = self.last + 1
-        oldest = self._book.oldest(batch)
-        return batch - oldest, *self._book.locked(oldest)
+        oldest = self._tickets.oldest(batch)
+        return batch - oldest, *self._tickets.locked(oldest)
 
     def is_locked(self, batch: int) -> bool:
         """Whether the batch that is planned next finds the rows of a planned one locked. A number that is yet to come
         is of before a `restart`."""
-        return self._book.oldest(self.last + 1) <= batch <= self.last
+        return self._tickets.oldest(self.last + 1) <= batch <= self.last
 
     def lag_of(self, batch: int) -> int:
         """How many batches before a planned one, which is in flight, lock their rows now."""
-        return max(0, batch - self._book.oldest(batch))
+        return max(0, batch - self._tickets.oldest(batch))
 
     def count(self, effects: Effects, *, captured: bool = False) -> int:
         """What plans batches is about to be launched, or replayed, or is being `captured`, which counts as outside of a
@@ -76,8 +76,8 @@ class Ledger:
         if not captured:
             self._eager = self.last
         if effects.locked:
-            self._book.locked(self._book.oldest(first + 1))  # forgets those that lock nothing any more
-            self._book.repeat(first, effects.locked)
+            self._tickets.locked(self._tickets.oldest(first + 1))  # forgets those that lock nothing any more
+            self._tickets.repeat(first, effects.locked)
         return first
 
     def over(self) -> None:
@@ -86,14 +86,14 @@ class Ledger:
 
     def hold(self) -> Hold:
         """Keeps locked what is in flight or being planned now, until the hold ends."""
-        return self._book.hold(self.last + 1 if self._planning is None else self._planning)
+        return self._tickets.hold(self.last + 1 if self._planning is None else self._planning)
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
     def check_recurring(self) -> None:
         """Before a batch is planned in a capture. Raises `StorageError` while a batch is in flight that replays will
         not have."""
-        if any(batch <= self._eager for batch in self._book.live - self._recurring):
+        if any(batch <= self._eager for batch in self._tickets.live - self._recurring):
             raise StorageError(
                 "a step cannot be captured in a CUDA graph while a batch from before is in flight: each replay would "
                 "lock its rows; run its backward first, or drop its outputs"
@@ -104,7 +104,7 @@ class Ledger:
         the last batch when they were planned, if no other may follow it · `effects`: of the step, once it was captured,
         which knows of batches no further back, and of no more ids, than were in flight then."""
         ended = set(ended)
-        if not self._book.live <= ended or last not in (None, self.last):
+        if not self._tickets.live <= ended or last not in (None, self.last):
             return False
         if effects is NOTHING_PLANNED:
             return True
@@ -121,9 +121,9 @@ class Ledger:
         """The step is captured: the effects of a replay, which plans what was planned since `begin_capture`."""
         self._recurring = frozenset()
         relies_on, first = self._captured_from
-        return replace(relies_on, plans=self.last - first, locked=self._book.since(first), records=records)
+        return replace(relies_on, plans=self.last - first, locked=self._tickets.since(first), records=records)
 
     def _reach(self, ended: Iterable[int]) -> tuple[int, int]:
         """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""
         oldest = min(ended, default=self.last + 1)
-        return self.last - oldest, sum(ids for _, ids, _ in self._book.since(oldest - 1))
+        return self.last - oldest, sum(ids for _, ids, _ in self._tickets.since(oldest - 1))

@@ -20,7 +20,7 @@ from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
-from tieredemb.kernels.constants import TOGETHER
+from tieredemb.kernels.constants import MEETING_THREADS
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
@@ -50,7 +50,7 @@ class FieldOffsets(NamedTuple):
     missed: int
     needed: int
     used: int
-    room: int
+    into_unused: int
     arrivals: int
     totals: int
     clients: int
@@ -73,7 +73,7 @@ def field_offsets() -> FieldOffsets:
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "used", "room", "arrivals", "totals", "clients")
+    names = ("missed", "needed", "used", "into_unused", "arrivals", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return FieldOffsets(
         clock=clock,
@@ -140,10 +140,10 @@ class Missed:
         self.cells = 2
         while self.cells < 2 * n:
             self.cells *= 2
-        room, at = n + n % 2, field_offsets()  # what follows stays aligned to 8 bytes
+        padded, at = n + n % 2, field_offsets()  # what follows stays aligned to 8 bytes
         first = at.claim_bytes * self.cells, at.moving_bytes
         self.cleared = sum(first) // at.claim_bytes  # units that a plan begins with as zeros
-        sizes = (*first, 8 * room, 8 * room, 4 * room, 4 * room, 4 * room, room)
+        sizes = (*first, 8 * padded, 8 * padded, 4 * padded, 4 * padded, 4 * padded, padded)
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
         self.claims, self.moving, self.keys, self.victims, self.slots, self.chosen, self.scores, self.untouched = starts
@@ -314,10 +314,10 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
-        self.room, self.arrivals = base + at.room, base + at.arrivals
+        self.into_unused, self.arrivals = base + at.into_unused, base + at.arrivals
         self._selection_units = (at.end - at.selection) // 16
         self._totals = self.control[at.totals : at.totals + 8 * len(at.total_names)]
-        self._together = meeting_blocks(device.index)
+        self._meeting_blocks = meeting_blocks(device.index)
         self._slots = struct_type(PLAN, "Slots")(
             cells=rows.cells, n_cells=len(rows.cells), keys=rows.key, last_batch=rows.last_batch, score=rows.score,
             capacity=rows.slots,
@@ -394,14 +394,18 @@ class DevicePlan:
 
     def place(self, missed: Missed, *, lag: int) -> None:
         """Gives missed keys slots, after choosing victims that make room for them: from here on rows may move. In one
-        launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
+        launch; where victims' rows have to leave before, `choose` and `resolve` are two. Slots of the `lag` batches
         before are locked. Called again once the rows have moved, it does nothing."""
         rows, scoring = self.rows, self.scoring
         place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # of the file that the plan began with
         place(
-            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(missed.n, TOGETHER, self._together)),
-            TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,
-            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, missed.moving,
+            max(
+                blocks_for(rows.slots, 4 * MEETING_THREADS, self._meeting_blocks),
+                blocks_for(missed.n, MEETING_THREADS, self._meeting_blocks),
+            ),
+            MEETING_THREADS, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit,
+            scoring.ties_by_age, self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims,
+            missed.scores, missed.moving,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
@@ -409,20 +413,21 @@ class DevicePlan:
         rows, scoring = self.rows, self.scoring
         select = cooperative_kernel(POLICY, "victims_select")
         select(
-            blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
-            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
+            blocks_for(rows.slots, 4 * MEETING_THREADS, self._meeting_blocks), MEETING_THREADS, self.selection,
+            self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age,
+            self._in_parts, missed.chosen,
         )  # fmt: skip
 
-    def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
+    def resolve(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
         """Ends a plan. `part`: behind `place` `PUBLISH`: later plans find the missed keys in their slots, and `homes`
         are resolved, which called again does nothing; behind `choose` 0, which pairs missed keys with slots, and then
         `ASSIGN | PUBLISH`, by which these change hands, too."""
         n = homes.shape[0]
-        launch = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
+        launch = cooperative_kernel(PLAN, "missed_resolve", *OPTIONS, *overflow.flags, *self.flags)
         launch(
-            blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
-            self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n, missed.claims,
-            missed.cells, self.records.whole, missed.moving, part,
+            blocks_for(n, MEETING_THREADS, self._meeting_blocks), MEETING_THREADS, self.counts, missed.chosen,
+            self.selection, missed.keys, self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n,
+            missed.claims, missed.cells, self.records.whole, missed.moving, part,
         )  # fmt: skip
 
     def totals(self, client: int | None = None) -> dict[str, int]:

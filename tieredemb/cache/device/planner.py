@@ -28,7 +28,7 @@ from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, O
 from tieredemb.cache.device.stream_order import ResumePoint, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import Transfer
-from tieredemb.cache.tickets import TicketBook
+from tieredemb.cache.tickets import TicketLedger
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.streams import current_stream
@@ -81,7 +81,7 @@ class Planner:
     launches: DevicePlan
     transfer: Transfer
     ledger: Ledger
-    book: TicketBook
+    tickets: TicketLedger
     order: StreamOrder
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
@@ -130,7 +130,7 @@ class Planner:
             return ticket
         uncached = self.may_lack_slots(n, begun.locked, uncached=begun.uncached)
         if uncached:
-            self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
+            self.transfer.reserve(min(begun.locked + n, self.hot.layout.rows))
         device, lag = self.hot.weight.device, begun.lag
         missed = Missed(n, device) if self.deferred is None else self.deferred.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
@@ -303,7 +303,7 @@ class Planner:
         """The flight of a batch that was planned now. `ids`: how many it has, if there is room for more in `homes`."""
         ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
-            ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.book.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
+            ticket = DeviceTicket(batch, homes, overflow, self.tickets)
+            self.tickets.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
             ticket.ready = self.order.planned()
             return ticket

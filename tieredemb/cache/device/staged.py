@@ -12,7 +12,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, field_offsets
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowRoom
+from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowBuffers
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
@@ -57,7 +57,7 @@ class Staged(Transfer):
         self._rows_lock = rows_lock
         self._changes = changes
         self._device = hot.weight.device
-        self._launch_report = kernel(MOVE, "missed_tell", *moves.flags)
+        self._launch_report = kernel(MOVE, "missed_report", *moves.flags)
         self._copies = RowCopies(cold)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
         # those of the plan before, which the device may yet be reading, or which are being written
@@ -102,12 +102,12 @@ class Staged(Transfer):
 
     def start(self, plan: BatchPlan) -> None:
         if plan.host is not None:  # which is recorded
-            number, *room = (word.data_ptr() for word in plan.host.words)
-            self._launch_start(plan, plan.host, number, RowRoom(*room))
+            number, *buffers = (word.data_ptr() for word in plan.host.words)
+            self._launch_start(plan, plan.host, number, RowBuffers(*buffers))
             return
         self._end_gather()
         plan.host = HostPhase(plan.missed.n, self._reports)
-        self._launch_start(plan, plan.host, plan.host.report.number, self._leaving.room)
+        self._launch_start(plan, plan.host, plan.host.report.number, self._leaving.buffers)
         self.await_report(plan)
 
     def _end_gather(self) -> None:
@@ -115,27 +115,27 @@ class Staged(Transfer):
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self._copies.finish()
 
-    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, room: RowRoom) -> None:
+    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, buffers: RowBuffers) -> None:
         """Chooses what leaves, reports that and what is missed, by `number`, and sends as many of the rows that leave
-        as there is `room` for."""
+        as `buffers` hold."""
         launches, missed = self._plan, plan.missed
         launches.choose(missed)
-        launches.settle(plan.homes, missed, self.overflow(plan.uncached), 0)
+        launches.resolve(plan.homes, missed, self.overflow(plan.uncached), 0)
         self._launch_report(
-            blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
+            blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.into_unused, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
             host.report.words.data_ptr(), host.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
-        self._send(missed, room)
+        self._send(missed, buffers)
 
     def await_report(self, plan: BatchPlan) -> None:
         host = plan.host
         assert host is not None
-        host.gather = host.room = None
+        host.gather = host.gathered = None
         host.report.event.record(current_stream())
         self._gathers = plan.kind.ahead
         if plan.kind.ahead:
-            host.room = rows = self._free_rows(0)
+            host.gathered = rows = self._free_rows(0)
             host.gather = self._copies.gather_when_reported(host.report, rows.weight, rows.state)
 
     def may_record(self) -> bool:
@@ -143,7 +143,7 @@ class Staged(Transfer):
 
     def recording(self, ids: int) -> HostPhase:
         with no_inference():
-            words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=self._device)
+            words = torch.empty(1 + len(RowBuffers._fields), dtype=torch.int64, device=self._device)
         return HostPhase(ids, MissReports(), words.unbind())
 
     def record_move(self, plan: BatchPlan, graph: Recording) -> None:
@@ -162,15 +162,15 @@ class Staged(Transfer):
         assert host is not None
         self._end_gather()
         host.expect()
-        return [host.report.number, *self._leaving.room]
+        return [host.report.number, *self._leaving.buffers]
 
     def move(self, plan: BatchPlan) -> None:
         launches, missed, host = self._plan, plan.missed, plan.host
         assert host is not None
         sent, misses = host.report.event, host.read()
         if misses.with_slots > self._leaving.rows:
-            self._make_room(misses.with_slots)
-            self._send(missed, self._leaving.room)
+            self._reserve(misses.with_slots)
+            self._send(missed, self._leaving.buffers)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
         gathered, weight, state = self._gather(misses.keys, host)
@@ -190,7 +190,7 @@ class Staged(Transfer):
             sent.synchronize()
             if misses.leaving.shape[0]:
                 keys = self._leaving.keep(misses.leaving)  # the next plan reports others there
-                self._copies.scatter(keys, *self._leaving.part(misses.room, misses.with_slots))
+                self._copies.scatter(keys, *self._leaving.part(misses.into_unused, misses.with_slots))
                 self._leaving, self._written = self._written, self._leaving
         if plan.beside and graph is None:
             plan.beside()
@@ -202,7 +202,7 @@ class Staged(Transfer):
         """Has slots change hands, and fills the missed rows from `weight` and `state`, `count` at most, which may lie
         in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.uncached)
-        self._plan.settle(plan.homes, missed, overflow, ASSIGN | PUBLISH)
+        self._plan.resolve(plan.homes, missed, overflow, ASSIGN | PUBLISH)
         self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
@@ -210,10 +210,10 @@ class Staged(Transfer):
             self._state[records] = state[count - new :].to(self._device, non_blocking=True)
         self._moves.generate_missed(missed, count, overflow)
 
-    def _send(self, missed: Missed, room: RowRoom) -> None:
-        """Sends as many of the victims' rows to the host as there is `room` for, each where the row that it leaves for
-        is among the missed."""
-        self._send_rows(missed.n, room, self._plan.missed, missed.slots, missed.victims, 0)
+    def _send(self, missed: Missed, buffers: RowBuffers) -> None:
+        """Sends as many of the victims' rows to the host as `buffers` hold, each to the position of the missed row that
+        gets its slot."""
+        self._send_rows(missed.n, buffers, self._plan.missed, missed.slots, missed.victims, 0)
 
     def _grow(self, rows: int) -> None:
         if rows <= len(self._weight):
@@ -239,25 +239,25 @@ class Staged(Transfer):
         """Weights and states of cold rows (keys: int64 (K,), on the host), as they lie in storage, in pinned memory.
         They last until the `copied` of where they are, which the caller records behind what reads them. `host`: of the
         plan that they are for, whose copy threads may be gathering them."""
-        room, gather = (None, None) if host is None else (host.room, host.gather)
-        if room is None or len(keys) > room.rows:
-            room, gather = self._free_rows(len(keys)), None
-        weight, state, _ = room.part(0, len(keys))
+        buffers, gather = (None, None) if host is None else (host.gathered, host.gather)
+        if buffers is None or len(keys) > buffers.rows:
+            buffers, gather = self._free_rows(len(keys)), None
+        weight, state, _ = buffers.part(0, len(keys))
         self._gathers = True
         self._copies.gather(keys, weight, state, begun=gather)
         self._gathers = False
         self._coming, self._copied = self._copied, self._coming
-        return room, weight, state
+        return buffers, weight, state
 
     def _in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cold rows on their way to the device; see `_gather`."""
-        room, weight, state = self._gather(keys)
+        buffers, weight, state = self._gather(keys)
         staged = weight.to(self._device, non_blocking=True), state.to(self._device, non_blocking=True)
-        room.copied.record(current_stream())
+        buffers.copied.record(current_stream())
         return staged
 
     def _free_rows(self, rows: int) -> PinnedRows:
-        """Room for rows that come, at least as many."""
+        """A buffer for at least `rows` rows that are gathered."""
         self._coming.copied.synchronize()
         if rows > self._coming.rows:
             self._coming = PinnedRows(self._layout, max(rows, 2 * self._coming.rows))
@@ -266,9 +266,9 @@ class Staged(Transfer):
     def _out(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Writes slots (int32 (K,)) back to the rows `keys` (int64 (K,)); their dirty flags stay."""
         rows = len(slots)
-        self._make_room(rows)
-        room = self._leaving.room._replace(rows=rows)
-        self._send_rows(rows, room, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
+        self._reserve(rows)
+        buffers = self._leaving.buffers._replace(rows=rows)
+        self._send_rows(rows, buffers, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
         self._write(keys, rows)
 
     def _write(self, keys: torch.Tensor, rows: int) -> None:
@@ -280,18 +280,18 @@ class Staged(Transfer):
         finally:
             self._copies.finish()
 
-    def _make_room(self, rows: int) -> None:
-        """Room for rows that leave. What is there is lost."""
+    def _reserve(self, rows: int) -> None:
+        """Makes the buffer of rows that leave hold `rows`. Its content may be lost."""
         if rows > self._leaving.rows:
             current_stream().synchronize()  # a plan that failed may be sending rows yet
             self._leaving = PinnedRows(self._layout, max(rows, 2 * self._leaving.rows))
 
-    def _send_rows(self, most: int, room: RowRoom, count: int, slots: Any, keys: Any, moved: int) -> None:
-        """Sends the rows of as many `slots` to the host as there is `room` for, or as the number at `count` says, if
-        that is less: `most`."""
+    def _send_rows(self, most: int, buffers: RowBuffers, count: int, slots: Any, keys: Any, moved: int) -> None:
+        """Sends the rows of `slots` to the host: at most `most`, as many as `buffers` hold, and as the number at
+        `count` says."""
         self._moves.write_back(
-            blocks_for(most, 32, MOVE_BLOCKS), count, room.rows, 0, 0, slots, keys, room.weight, room.state,
-            room.dirty, moved,
+            blocks_for(most, 32, MOVE_BLOCKS), count, buffers.rows, 0, 0, slots, keys, buffers.weight, buffers.state,
+            buffers.dirty, moved,
         )  # fmt: skip
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Staged(Transfer):
     def _store(self, records: torch.Tensor) -> None:
         """Writes the rows of records to storage."""
         for some in torch.split(records, STAGE_ROWS):
-            self._make_room(len(some))
+            self._reserve(len(some))
             weight, state, dirty = self._leaving.part(0, len(some))
             weight.copy_(self._weight[some], non_blocking=True)
             state.copy_(self._state[some], non_blocking=True)

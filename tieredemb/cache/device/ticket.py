@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tieredemb.cache.device.plan import BatchPlan, OverflowRows
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, TicketLedger
 
 
 class DeviceTicket(Flight):
@@ -18,8 +18,8 @@ class DeviceTicket(Flight):
     whether the plan has come to its end, and `failed`: whether without success · `plan`: where its rows were left for
     later, or a recorded plan is to be replayed with the host's part between: that plan."""
 
-    def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, book: TicketBook) -> None:
-        super().__init__(batch, book)
+    def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, tickets: TicketLedger) -> None:
+        super().__init__(batch, tickets)
         self.homes = homes
         self.overflow = overflow
         self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's

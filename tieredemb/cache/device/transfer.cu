@@ -200,26 +200,27 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }
 
-// Tells the host what a plan of n ids moves. `told`, int64 (4 + 2 n): how many keys are missed, M, how many of them get
-// slots never used, how many slots others leave, and `number`, which the last block writes once all else is there; from 4
-// on the M missed keys, and from 4 + n on the M that leave for them, −1 where none does. `told_dirty`, (n,): whether what
-// is in their slots is to be written back. `finished`, blocks that are through, comes and goes as 0.
-extern "C" __global__ void missed_tell(const int *missed, const int *room, const int *needed, const int *chosen, i64 n,
-                                       const i64 *missed_keys, const i64 *victim_keys, const int *missed_slots,
-                                       const unsigned char *dirty, i64 *told, unsigned char *told_dirty,
-                                       i64 number, u32 *finished) {
+// Reports to the host what a plan of n ids moves. `report`, int64 (4 + 2 n): how many keys are missed, M, how many of
+// them get slots never used, how many victims leave theirs, and `number`, which the last block writes after all else;
+// from 4 on the M missed keys, and from 4 + n on the M victims' keys, −1 where a key has none. `is_dirty`, (n,):
+// whether the row in that slot is to be written back. `finished`, the number of blocks that are done, is 0 before and
+// after.
+extern "C" __global__ void missed_report(const int *missed, const int *into_unused, const int *needed,
+                                         const int *chosen, i64 n, const i64 *missed_keys, const i64 *victim_keys,
+                                         const int *missed_slots, const unsigned char *dirty, i64 *report,
+                                         unsigned char *is_dirty, i64 number, u32 *finished) {
     wait_for_prior_kernel();
     const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
     for (i64 i = thread_index(); i < m; i += thread_count()) {
-        told[REPORT_WORDS + i] = missed_keys[i];
-        told[REPORT_WORDS + n + i] = victim_keys[i];
-        told_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
+        report[REPORT_WORDS + i] = missed_keys[i];
+        report[REPORT_WORDS + n + i] = victim_keys[i];
+        is_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
     }
-    if (thread_index() == 0) told[0] = m, told[1] = *room, told[2] = leaving;
+    if (thread_index() == 0) report[0] = m, report[1] = *into_unused, report[2] = leaving;
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x != 0 || atomicAdd(finished, 1u) != gridDim.x - 1) return;
     *finished = 0;
     __threadfence_system();
-    *(volatile i64 *)(told + REPORT_NUMBER) = number;
+    *(volatile i64 *)(report + REPORT_NUMBER) = number;
 }

@@ -37,7 +37,7 @@ class Transfer(abc.ABC):
         """Before a batch is planned that keeps the `lag` ones before it locked: drops rows that are no longer used
         without a slot."""
 
-    def make_room(self, rows: int) -> None:  # noqa: B027
+    def reserve(self, rows: int) -> None:  # noqa: B027
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
     @abc.abstractmethod

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
-BRING_EVERY = 16  # steps that begin with a lookup without a plan: in one of so many its missed rows replace others
+FILL_EVERY = 16  # steps that begin with a lookup without a plan: in one of so many its missed rows replace others
 COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 
 
@@ -169,8 +169,8 @@ class HostCache(Cache):
                 planners = Planners(() if planners is None else (planners,), np.array([0, len(keys)]))
             if not cold.volatile:
                 cold.begin_changes()
-            is_later = kind.ages is True or cold.metadata.batch == 0
-            cold.metadata.batch += is_later
+            advances = kind.ages is True or cold.metadata.batch == 0
+            cold.metadata.batch += advances
             self._last = batch = self._last + 1
             self._clients.planner = None  # of a plan that was interrupted
             if len(hot.key) > hot.capacity:
@@ -179,13 +179,13 @@ class HostCache(Cache):
             numbering = number(keys, slots, planners.starts, hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
             if len(numbering.missed) and not self._fill_missed(numbering, planners, batch):
-                cold.metadata.batch -= is_later
+                cold.metadata.batch -= advances
                 return self.plan(keys, kind, client=client)
             if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 uses, counts = numbering.counted[:, :MISSED], self._counts
                 lookups, hits, unique = uses.sum(0).tolist()
-                counts["batches"] += is_later
+                counts["batches"] += advances
                 counts["lookups"] += lookups
                 counts["hits"] += hits
                 counts["unique"] += unique
@@ -193,8 +193,10 @@ class HostCache(Cache):
                     self._clients.planned(planners.numbers, cold.metadata.batch, uses.tolist())
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
-            ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
-            self._book.open(ticket)
+            ticket = Ticket(
+                batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._tickets
+            )
+            self._tickets.open(ticket)
             if self._last != batch:  # a signal handler has planned meanwhile: rows that were found may have left
                 ticket.release()
                 return self.plan(keys, kind._replace(scored=False, ages=False), client=client)
@@ -202,7 +204,7 @@ class HostCache(Cache):
 
     def read(self, look_up: Reading, kind: PlanKind, *, client: int | None = None) -> bool:
         """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
-        by a plan. Missed rows then come into free slots, and in one step of `BRING_EVERY` also in the place of others.
+        by a plan. Missed rows then come into free slots, and in one step of `FILL_EVERY` also in the place of others.
         Returns False, and changes nothing, where `look_up` reads none.
 
         `look_up`: it is called again, to note no use, if it has met rows that were never written · `kind`, `client`:
@@ -221,8 +223,8 @@ class HostCache(Cache):
     def _read(self, look_up: Reading, kind: PlanKind, client: int | None) -> bool:
         cold, hot, scoring, metadata = self.cold, self.hot, self.scoring, self.cold.metadata
         assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
-        is_later = kind.ages is True or metadata.batch == 0
-        time = metadata.batch + is_later
+        advances = kind.ages is True or metadata.batch == 0
+        time = metadata.batch + advances
         self._last = batch = self._last + 1  # before rows are stamped with it, wherever this ends
         now, terms = scoring.now(time), (scoring.kind, scoring.unit)
         rows = Readable(
@@ -234,9 +236,9 @@ class HostCache(Cache):
         if lookups < 0:
             return False
         metadata.batch = time
-        if is_later:
+        if advances:
             self._readings += 1
-            if self._readings % BRING_EVERY == 0:
+            if self._readings % FILL_EVERY == 0:
                 self._due = time
         is_due = self._due == time
         self._clients.planner = None  # of a plan that was interrupted
@@ -246,7 +248,7 @@ class HostCache(Cache):
                 self._write_initial(missed, now)
                 look_up(rows, notes=False)
         unique, counts = hot_rows + misses, self._counts
-        counts["batches"] += is_later
+        counts["batches"] += advances
         counts["lookups"] += lookups
         counts["hits"] += hits
         counts["unique"] += unique
@@ -291,7 +293,7 @@ class HostCache(Cache):
             return False
         if len(planners.numbers) == 1:
             (self._clients.planner,) = planners.numbers
-        slots, left = self._make_room(len(missed), batch)
+        slots, left = self._empty_slots(len(missed), batch)
         untouched = self._fill(numbering.unique_keys[missed], slots)
         if len(planners.numbers) > 1:
             self._count_arrivals(numbering, planners, slots, untouched, left)
@@ -342,14 +344,14 @@ class HostCache(Cache):
         """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
         moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.transients()
-        behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
+        behind = self.hot.last_batch[slots] - stamp(self._tickets.oldest(batch))
         slots = slots[behind < 0]
         keys = self.hot.key[slots]
         dirty = self._evict(slots)
         self._count_rows(keys, dirty, evictions=np.ones(len(slots), np.int64))
         self.plan_changes.clear(moving)
 
-    def _make_room(self, rows: int, batch: int) -> tuple[Array, _Left]:
+    def _empty_slots(self, rows: int, batch: int) -> tuple[Array, _Left]:
         """Empty slots for `rows` missed rows, int32, and what has left them: evicts what has to go, goes beyond the
         capacity for the rest."""
         short, left = rows - self.hot.free, NOBODY
@@ -365,7 +367,7 @@ class HostCache(Cache):
     def _to_leave(self, short: int, batch: int) -> Array:
         """Up to `short` slots, int32, whose rows are to leave."""
         hot, victims = self.hot, np.empty(0, np.int32)
-        oldest, used = stamp(self._book.oldest(batch)), min(hot.used, hot.capacity) - self._pinned
+        oldest, used = stamp(self._tickets.oldest(batch)), min(hot.used, hot.capacity) - self._pinned
         if len(self._clients):
             victims = self._victims(short, part_of(short, used, batch), oldest)
         return victims if len(victims) == short else self._victims(short, slice(used), oldest)
@@ -603,7 +605,7 @@ class HostCache(Cache):
             batch = {
                 "transient_rows": sizes.pop("transient"),
                 "transient_map": grown,
-                "plans": self._book.size_bytes(),
+                "plans": self._tickets.size_bytes(),
             }
             return {"cache": sizes | {"map": cells}, "batch": batch, "cold": cold}
 

@@ -395,12 +395,12 @@ def _open_files(
             return manifest, rows, histories, dense
         except FileNotFoundError as error:
             stack.close()
-            again = read_manifest(path)
-            if again == manifest:
+            reread = read_manifest(path)
+            if reread == manifest:
                 raise CheckpointError(
                     f"{error.filename!r} is missing from the checkpoint; use another checkpoint"
                 ) from error
-            manifest = again
+            manifest = reread
 
 
 _NAME_LETTERS = 64  # of a table's name, which a manifest may say anything about
@@ -485,8 +485,8 @@ def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
                 f"no space left while {doing} the checkpoint in {path!r}: the last one is "
                 "untouched; it needs space for two at a time"
             ) from error
-        said = refused(error, path, writes=doing == "saving")
-        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {said}") from error
+        reason = refused(error, path, writes=doing == "saving")
+        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {reason}") from error
 
 
 @contextlib.contextmanager

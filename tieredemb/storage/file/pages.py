@@ -43,13 +43,13 @@ class PageMap:
     @property
     def is_whole(self) -> bool:
         """Whether every page has its space."""
-        self._settle()
+        self._recover()
         return not self._row_bytes or self._unclaimed == 0
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
         """Takes space for the rows `keys` (int64 (K,)). Raises `OSError`; what was taken before stays
         taken."""
-        self._settle()
+        self._recover()
         if not self._row_bytes or not len(keys) or not self._unclaimed:
             return
         from tieredemb.storage.file.pages_cpu import pages_claim
@@ -67,7 +67,7 @@ class PageMap:
 
     def reserve_range(self, start: int, stop: int) -> None:
         """`reserve` for the rows start … stop - 1."""
-        self._settle()
+        self._recover()
         if not self._row_bytes or stop <= start or not self._unclaimed:
             return
         first = start * self._row_bytes // PAGE_BYTES
@@ -83,7 +83,7 @@ class PageMap:
             self._allocate(pages)
             self._claimed = None
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Unmarks the pages of a call that has failed or was interrupted: some were not taken."""
         if self._claimed is None:
             return
@@ -107,7 +107,7 @@ class PageMap:
                 ranges.append((start // self._row_bytes, -(-stop // self._row_bytes)))
         return ranges
 
-    def write_again(self, region: np.ndarray[Any, Any]) -> None:
+    def rewrite(self, region: np.ndarray[Any, Any]) -> None:
         """Makes every page that was taken dirty, whose bytes stay. `region`: uint8, the region's bytes."""
         for pages in self._taken():
             region[pages * PAGE_BYTES] = region[pages * PAGE_BYTES]

@@ -69,7 +69,7 @@ class FileRows(ColdRows):
         self._set, self._member = row_set, "" if header.membership is None else header.membership.member
         self._is_marked = False  # unclean in this session, durably
         self._synced = plain_metadata(header.metadata)  # as the file has it
-        self._writes_again = False  # a flush has failed, or was interrupted
+        self._is_to_rewrite = False  # a flush has failed, or was interrupted
         self._failure = ""  # of the disk, as long as rows that it may have lost were not saved elsewhere
         self._is_kept = False  # whether all rows were saved elsewhere since the last change
         weight_at, self._state_at, self._rows_end = regions(layout, slots.region_bytes)
@@ -282,10 +282,10 @@ class FileRows(ColdRows):
             raise StorageError(self._failure)
         metadata = plain_metadata(self.metadata)
         with storage_errors(self.path, "flushing"):
-            if self._writes_again:
-                self._weight_pages.write_again(self._weight_bytes)
-                self._state_pages.write_again(self._state_bytes)
-            self._writes_again = True
+            if self._is_to_rewrite:
+                self._weight_pages.rewrite(self._weight_bytes)
+                self._state_pages.rewrite(self._state_bytes)
+            self._is_to_rewrite = True
             try:
                 system.msync(self._map)
                 changes = self._with_history()
@@ -297,7 +297,7 @@ class FileRows(ColdRows):
                     self._failure = self._explain(error)
                     raise StorageError(self._failure) from error
                 raise
-        self._writes_again, self._synced = False, metadata
+        self._is_to_rewrite, self._synced = False, metadata
 
     def _with_history(self) -> dict[str, Any]:
         """What a header says of the history of steps, which is durable then."""

@@ -91,15 +91,15 @@ def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, 
     if len(prefix) < _PREFIX.size:
         return None
     *fields, crc = _PREFIX.unpack(prefix)
-    magic, version, _, said_bytes, sequence, payload_bytes = fields
-    if magic != MAGIC or not 1 <= version <= VERSION or said_bytes not in _SLOT_BYTES:
+    magic, version, _, size_bytes, sequence, payload_bytes = fields
+    if magic != MAGIC or not 1 <= version <= VERSION or size_bytes not in _SLOT_BYTES:
         return None
-    if slot_bytes not in (None, said_bytes) or payload_bytes > said_bytes:
+    if slot_bytes not in (None, size_bytes) or payload_bytes > size_bytes:
         return None
     payload = pread_all(fd, payload_bytes, offset + _PREFIX.size)
     if sequence == 0 or zlib.crc32(payload, zlib.crc32(_PREFIX.pack(*fields, 0))) != crc:
         return None
-    return version, sequence, said_bytes, payload
+    return version, sequence, size_bytes, payload
 
 
 def is_own(fd: int) -> bool:

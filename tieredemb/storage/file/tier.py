@@ -263,9 +263,9 @@ def _check_size(path: str, fd: int, header: Header, end: int) -> None:
     size, expected = system.fstat(fd).st_size, header.size_bytes or end
     extent = header.history
     needed = end if extent is None else extent.stop
-    is_apart = extent is None or end <= extent.start
+    is_separate = extent is None or end <= extent.start
     is_exact = header.clean and not header.beside
-    if not is_apart or not needed <= expected or size < needed or (is_exact and size != expected):
+    if not is_separate or not needed <= expected or size < needed or (is_exact and size != expected):
         raise StorageFormatError(
             f"{path!r} has {size} bytes and its header says {expected}: it was truncated or appended to; restore "
             "it, or open it with File(path, fresh=True) and load a checkpoint"
