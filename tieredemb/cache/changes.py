@@ -195,7 +195,7 @@ class IntentLog:
     def recover_rows(self, cache: Changed) -> None:
         """As `recover`, under the lock of rows alone: changes of all rows are left as they are, and make rows
         suspect already."""
-        halves = [(each, its) for each in self.records if isinstance(its := each.change, HalfWritten)]
+        halves = [(each, half) for each in self.records if isinstance(half := each.change, HalfWritten)]
         for record, change in halves:
             suspect = change.suspect(cache)
             if suspect is not None and not record.is_around():

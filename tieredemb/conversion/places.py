@@ -33,8 +33,8 @@ def put_back(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, list[Any]]], state: Mapping[Any, Any]
 ) -> None:
     """Gives an optimizer the params and the state that it had."""
-    for group, its_own in zip(optimizer.param_groups, groups, strict=True):
-        for name, values in its_own.items():
+    for group, values_of in zip(optimizer.param_groups, groups, strict=True):
+        for name, values in values_of.items():
             group[name][:] = values
     optimizer.state.clear()
     optimizer.state.update(state)

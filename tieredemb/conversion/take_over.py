@@ -54,7 +54,7 @@ def _places(model: nn.Module, found: Sequence[Found]) -> dict[str, tuple[Place, 
         for name, child in parent._modules.items():
             if child in names:
                 places[names[child]].append((parent, name))
-    return {name: tuple(its) for name, its in places.items()}
+    return {name: tuple(where) for name, where in places.items()}
 
 
 class _Taken:

@@ -40,8 +40,8 @@ def options(dtype: torch.dtype | None = None, width: int | None = None) -> tuple
     """Compiler options for rows of `width` elements of `dtype`, whatever their state."""
     if dtype is None:
         return OPTIONS
-    flag, its_width, _ = RowFormat(width=width or 0, dtype=dtype).flags
-    return (*OPTIONS, flag) if width is None else (*OPTIONS, flag, its_width)
+    flag, width_flag, _ = RowFormat(width=width or 0, dtype=dtype).flags
+    return (*OPTIONS, flag) if width is None else (*OPTIONS, flag, width_flag)
 
 
 @functools.cache

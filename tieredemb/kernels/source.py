@@ -292,11 +292,11 @@ class Source:
         fields: list[Field] = []
         end, alignment = 0, self._value(struct.alignment, name) if struct.alignment else 1
         for token, type, dimensions in struct.fields:
-            each, its_alignment = self.size(type, token.place)
+            each, own_alignment = self.size(type, token.place)
             counts = tuple(self._value(dimension, token.place) for dimension in dimensions)
-            start = -(-end // its_alignment) * its_alignment
+            start = -(-end // own_alignment) * own_alignment
             fields.append(Field(token.text, type, counts, start, each * math.prod(counts)))
-            end, alignment = start + fields[-1].size, max(alignment, its_alignment)
+            end, alignment = start + fields[-1].size, max(alignment, own_alignment)
         size = -(-max(end, 1) // alignment) * alignment  # an empty one has a byte
         return Layout(name, tuple(fields), size, alignment)
 

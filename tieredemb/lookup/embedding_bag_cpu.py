@@ -74,8 +74,8 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
         for b in range(max(ahead - block, lo), min(ahead, hi)):
             for feature in range(mode.shape[0]):
                 bag, to = feature * batch + b, b * out.shape[1] + column[feature]
-                its = item(offsets, bag), item(offsets, bag + 1)
-                bag_pool(out, to, weight, homes, step, its[0], its[1], weights, mode[feature], acc, argmax)
+                edges = item(offsets, bag), item(offsets, bag + 1)
+                bag_pool(out, to, weight, homes, step, edges[0], edges[1], weights, mode[feature], acc, argmax)
     keep(sums)
 
 

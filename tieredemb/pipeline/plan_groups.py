@@ -135,14 +135,14 @@ def plan_groups(
     were. `memories`: of each group in turn, where to plan."""
     ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
     for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
-        its = list(islice(ages, len(lookups)))
+        ages_of_group = list(islice(ages, len(lookups)))
         if len(lookups) > 1:
-            kind = AHEAD._replace(ages=tuple([its[at] for at, _ in group.starts]))
+            kind = AHEAD._replace(ages=tuple([ages_of_group[at] for at, _ in group.starts]))
             if _plan_as_one(group, lookups, done, executor_of(group.modules[0]), kind, memory):
                 continue
-        for (module, given, trains), advances in zip(lookups, its, strict=True):
-            kind, its_memory = AHEAD._replace(ages=advances, trains=trains), memory if len(lookups) == 1 else None
-            planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=its_memory)
+        for (module, given, trains), advances in zip(lookups, ages_of_group, strict=True):
+            kind, own_memory = AHEAD._replace(ages=advances, trains=trains), memory if len(lookups) == 1 else None
+            planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=own_memory)
             done.append((module.planned, planned))
 
 
@@ -199,7 +199,7 @@ def _plan_as_one(
     try:
         context = context_of(pools, first.options, make=False)
         form = None
-        ids = [its[0] for its in guards]
+        ids = [guard[0] for guard in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
             counts = [each[2].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)

@@ -198,7 +198,7 @@ class PlannedCalls:
         pattern = call.pattern
         try:
             lookups = learn(given, call.observed)[0]
-            is_shared = any(len(its) > 1 for _, its in PlanGroups().of(lookups(given)))
+            is_shared = any(len(members) > 1 for _, members in PlanGroups().of(lookups(given)))
         except Exception:  # arguments that nothing can be learned of are no fault of the call
             pattern.end()
             return

@@ -242,7 +242,7 @@ class Ring(Generic[R]):
         effects = [NOTHING_PLANNED] * len(caches) if computing.graph is None else computing.graph.effects
         last: list[int] | list[None] = [None] * len(caches) if self._last is None else self._last
         each = zip(caches, last, effects, strict=True)
-        fresh = [cache.may_replay(_tickets(known, cache), number, its) for cache, number, its in each]
+        fresh = [cache.may_replay(_tickets(known, cache), number, effect) for cache, number, effect in each]
         return self._last is not None and bool(known) and all(fresh)
 
     def _knows(self, computing: Arena[R], graph: StepGraph[R], known: list[PlannedCall]) -> bool:
@@ -505,7 +505,7 @@ class Ring(Generic[R]):
             planning.rebind_plans(graph, opened)
             arrived = [part.ticket for call in known for part in call.parts]
             for cache, effects in zip(books, graph.effects, strict=True):
-                arrived += [ticket for ticket, its in zip(opened[cache], effects.opens, strict=True) if its.arrives]
+                arrived += [ticket for ticket, begun in zip(opened[cache], effects.opens, strict=True) if begun.arrives]
             graph.replay()
             for cache in books:
                 cache.rows_arrived(arrived)

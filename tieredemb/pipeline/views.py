@@ -24,7 +24,7 @@ class View:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same part of another tensor. Raises `ValueError` for one of another form."""
         if whole.dim() != len(self.takes) or any(
-            size not in (0, its_own) for size, its_own in zip(self.sizes, whole.shape, strict=True)
+            size not in (0, measured) for size, measured in zip(self.sizes, whole.shape, strict=True)
         ):
             raise ValueError(f"not a tensor as that which {self} was found in: {tuple(whole.shape)}")
         if self.shape:

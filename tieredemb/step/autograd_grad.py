@@ -100,10 +100,10 @@ def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tenso
     autograd reaches their leaves, which come first."""
     leaves, calls, collected = [], list[Call](), Collected()
     for node in filter(_is_lookup, nodes_behind(each.grad_fn for each in heads)):
-        its = [node.call] if hasattr(node, "call") else list(node.calls.values())
+        node_calls = [node.call] if hasattr(node, "call") else list(node.calls.values())
         if node.needs_input_grad[0]:
             leaves.append(node.next_functions[0][0].variable)
-            calls += its
+            calls += node_calls
     try:
         for call in calls:
             call.requested = collected

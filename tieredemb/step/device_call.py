@@ -135,8 +135,8 @@ class DeviceCall(Call):
         found = []
         for block in self.form.blocks:
             bags: Any = edges.offsets[block.edges] if isinstance(edges.offsets, torch.Tensor) else block.bags
-            its = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact, block.starts[-1])
-            found.append((ids[block.ids], its))
+            edges_of_block = Edges(bags, len(block.positions) * self.form.size + 1, edges.exact, block.starts[-1])
+            found.append((ids[block.ids], edges_of_block))
         return found
 
     def launch(
@@ -163,18 +163,18 @@ class DeviceCall(Call):
             for group in groups if kind.ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
             ages = kind.ages
-            kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=its) for its in ages]
+            kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=age) for age in ages]
 
             def plan(g: int) -> None:
-                group, memory, (its, edges) = groups[g], self.memory, blocks[g]
+                group, memory, (ids_of_block, edges) = groups[g], self.memory, blocks[g]
                 if self.form is not None and given is None:
-                    self._find_its_bags(g, group, its, edges)
+                    self._find_group_bags(g, group, ids_of_block, edges)
                 samples = memory.bags[g].batch if memory.own_bag is None else self.rows
                 part = DeviceGroupCall(
                     group, memory.bags[g], self.context.options, memory.segments[g], memory.trained[g], memory.own_bag,
                     samples,
                 )  # fmt: skip
-                part.plan(its, kinds[g], given)
+                part.plan(ids_of_block, kinds[g], given)
                 self.parts.append(part)
 
             side_by_side(device, [functools.partial(plan, g) for g in range(len(groups))])
@@ -211,7 +211,7 @@ class DeviceCall(Call):
         memory = self.memory
         memory.words.zero_()
         for g, (group, (ids, edges)) in enumerate(zip(groups, blocks, strict=True)):
-            self._find_its_bags(g, group, ids, edges)
+            self._find_group_bags(g, group, ids, edges)
         if memory.own_bag is not None:
             (bags,) = memory.bags
             if self.stack is None:
@@ -219,7 +219,7 @@ class DeviceCall(Call):
             else:
                 number_below(bags, memory.own_bag, self.stack.row, self.stack.rows)
 
-    def _find_its_bags(self, g: int, group: DeviceGroup, ids: torch.Tensor, edges: Edges) -> None:
+    def _find_group_bags(self, g: int, group: DeviceGroup, ids: torch.Tensor, edges: Edges) -> None:
         """Those of one group, of number `g`."""
         memory, dropped = self.memory, not self.context.options.plans_padding
         address = self.addresses()[g if self.blocks > 1 else 0]
@@ -415,13 +415,13 @@ class DeviceCall(Call):
         form, ids, offsets = self.form, list[torch.Tensor](), list[torch.Tensor | None]()
         assert form is not None
         for given, inputs in zip(forwards, form.inputs, strict=True):
-            its, starts = given[0], given[1] if inputs.length < 0 else None
-            assert isinstance(its, torch.Tensor)
+            ids_given, starts = given[0], given[1] if inputs.length < 0 else None
+            assert isinstance(ids_given, torch.Tensor)
             assert starts is None or isinstance(starts, torch.Tensor)
             if inputs.is_copied:
-                its = its.reshape(-1).to(torch.int64).contiguous()
+                ids_given = ids_given.reshape(-1).to(torch.int64).contiguous()
                 starts = None if starts is None else starts.to(torch.int64).contiguous()
-            ids.append(its)
+            ids.append(ids_given)
             offsets.append(starts)
         # each time: a replay of a graph fills the same memory anew, without a new version
         return form.batch(*join_bags(ids, offsets, form.joined, 0 if form.is_equal else form.edges))

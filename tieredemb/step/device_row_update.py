@@ -59,7 +59,7 @@ def update_rows(
         with contextlib.ExitStack() as reading:
             for group in groups:
                 reading.enter_context(group.reading_before())
-            begun = [_begin(group, its, faults, scaling) for group, its in zip(groups, options, strict=True)]
+            begun = [_begin(group, option, faults, scaling) for group, option in zip(groups, options, strict=True)]
             for some in rounds:
                 for each in some:
                     step = next(step for step in begun if each.table in step.group.space.tables)

@@ -36,8 +36,8 @@ def apply(collected: Collected) -> None:
     """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
     shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
     of_call: dict[Forwards, list[Collected]] = {}
-    for forwards, its in shared:
-        of_call.setdefault(forwards, []).append(its)
+    for forwards, calls in shared:
+        of_call.setdefault(forwards, []).append(calls)
     updates = _those_alike(rest)  # which raises for what is too large, before anything changes
     for forwards, of_blocks in of_call.items():
         updates += _those_alike(_update_forwards(forwards, of_blocks))
@@ -55,9 +55,9 @@ def _those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     for calls in sets:
         of_whole.setdefault(calls[0][0].context.tables.whole, []).append(calls)
     found: dict[Hashable, list[Collected]] = {}
-    for whole, its in of_whole.items():
-        is_alone = len(its) < 2 or _is_large(its)
-        for number, calls in enumerate(its):
+    for whole, sets_of_whole in of_whole.items():
+        is_alone = len(sets_of_whole) < 2 or _is_large(sets_of_whole)
+        for number, calls in enumerate(sets_of_whole):
             key = number if is_alone else calls[0][0].context.check_trainable().alike()
             found.setdefault((whole, is_alone, key), []).append(calls)
     return list(found.values())
@@ -99,7 +99,7 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
     assert isinstance(call.context.tables, Selection)
     for collected in of_blocks:
         contexts = [forward.context for forward, _ in collected]
-        optimizers = [its for context in contexts if (its := context.updater.optimizer) is not None]
+        optimizers = [own for context in contexts if (own := context.updater.optimizer) is not None]
         is_one = take_one_step(optimizers)
         if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
             rest += [[pair] for pair in collected]
@@ -231,16 +231,16 @@ def _launch(
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
             if torch.cuda.is_current_stream_capturing():  # of which nothing runs yet: each on a branch of its own
 
-                def branch(each: _Update, its_options: torch.Tensor, rows: OverflowRows) -> None:
-                    each.launch(its_options, rows, each.prepare(grads[each.block]))
+                def branch(each: _Update, own_options: torch.Tensor, rows: OverflowRows) -> None:
+                    each.launch(own_options, rows, each.prepare(grads[each.block]))
 
                 todo = zip(updates, options, overflow, strict=True)
-                side_by_side(tables.config.device, [functools.partial(branch, *its) for its in todo])
+                side_by_side(tables.config.device, [functools.partial(branch, *given) for given in todo])
                 return
             prepared = [each.prepare(grads[each.block]) for each in updates]
             with _half_done(each.group.cache for each in updates):
-                for each, its_options, rows, its in zip(updates, options, overflow, prepared, strict=True):
-                    each.launch(its_options, rows, its)
+                for each, own_options, rows, given in zip(updates, options, overflow, prepared, strict=True):
+                    each.launch(own_options, rows, given)
 
         kept = [*options]
         for each in updates:

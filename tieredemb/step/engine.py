@@ -489,8 +489,8 @@ def _update(collected: Collected) -> None:
         on_type: dict[str, Collected] = {}
         for pair in collected:  # tables of one conversion may be on several devices
             on_type.setdefault(pair[0].device_type, []).append(pair)
-        for device_type, its in on_type.items():
-            apply_on(device_type)(its)
+        for device_type, calls in on_type.items():
+            apply_on(device_type)(calls)
     finally:
         release_all([call for call, _ in collected])
 

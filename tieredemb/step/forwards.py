@@ -175,10 +175,10 @@ class Forwards:
             of_block: dict[int, list[Forward]] = {}
             for forward in lagging:
                 of_block.setdefault(forward.block, []).append(forward)
-            for block, its in of_block.items():
-                is_whole = len(its) == len(self.form.blocks[block].positions)
+            for block, members in of_block.items():
+                is_whole = len(members) == len(self.form.blocks[block].positions)
                 if not (is_whole and self.call.catch_up_block(block, self._is_as_looked_up)):
-                    for forward in its:
+                    for forward in members:
                         forward.catch_up()
         finally:
             self.forget(mine)
@@ -347,14 +347,14 @@ def by_call(collected: Collected) -> tuple[list[tuple[Forwards, Collected]], lis
     times = Counter([call.context.tables for call, _ in collected]) if len(of) > 1 else Counter()
     twice = {tables for tables, count in times.items() if count > 1}
     found = dict[tuple[Any, int], Collected]()
-    for (forwards, block), its in of.items():
-        if forwards is None or len(its) < len(forwards.form.blocks[block].positions):
+    for (forwards, block), pairs in of.items():
+        if forwards is None or len(pairs) < len(forwards.form.blocks[block].positions):
             continue
-        if not [forward for forward, _ in its if forward._alone or forward.context.tables in twice]:
-            positions = [forward.position for forward, _ in its]
-            found[forwards, block] = [its[at] for at in sorted(range(len(its)), key=positions.__getitem__)]
+        if not [forward for forward, _ in pairs if forward._alone or forward.context.tables in twice]:
+            positions = [forward.position for forward, _ in pairs]
+            found[forwards, block] = [pairs[at] for at in sorted(range(len(pairs)), key=positions.__getitem__)]
     rest: dict[Any, Collected] = {}
     for pair in collected if len(found) < len(of) else ():
         if (pair[0].forwards, pair[0].block) not in found:
             rest.setdefault(pair[0].context.updater, []).append(pair)
-    return [(forwards, its) for (forwards, _), its in found.items()], [*rest.values()]
+    return [(forwards, pairs) for (forwards, _), pairs in found.items()], [*rest.values()]

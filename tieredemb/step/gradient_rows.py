@@ -161,8 +161,8 @@ def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
             else:
                 assert isinstance(group, HostGroup)
                 sums = _sums_on_host(group, g, collected)
-            for number, its in zip(group.space.tables.tolist(), sums, strict=True):
-                found[number] = its
+            for number, total in zip(group.space.tables.tolist(), sums, strict=True):
+                found[number] = total
     return found
 
 

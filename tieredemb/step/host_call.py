@@ -186,7 +186,9 @@ class HostGroupCall:
         space, bags = self.group.space, self.outputs
         runs = [("sum", bags.batch)]
         if self.group.config.pooled:
-            runs = [(MODES[mode], bags.batch * len(list(its))) for mode, its in itertools.groupby(space.mode.tolist())]
+            runs = [
+                (MODES[mode], bags.batch * len(list(modes))) for mode, modes in itertools.groupby(space.mode.tolist())
+            ]
         with self.group.cache.lock:
             (weight, homes), first = self._rows_now(), 0
             for mode, rows in runs:
@@ -215,8 +217,8 @@ class HostGroupCall:
         with self.group.cache.lock:
             weight, homes = self._rows_now()
             for run in stack.runs:
-                its, space = slice(*run.rows), rows_space(width, run.mode)
-                pool(weight, homes, self._bags_of(run), space, self.weights, bags[its], self.argmax[its])
+                span, space = slice(*run.rows), rows_space(width, run.mode)
+                pool(weight, homes, self._bags_of(run), space, self.weights, bags[span], self.argmax[span])
             self._pick(weight, homes, stack.picked.numpy(), rows)
             if every is not None:
                 space = rows_space(width, "sum")
@@ -245,12 +247,12 @@ class HostGroupCall:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
         them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
-        its, starts = self.group.histories, np.cumsum(self.ticket.uniques) - self.ticket.uniques
-        if len(its) == 1:  # of one table, or of several that have taken the same steps
-            parts = [(its[0], slice(None), starts if self.group.clients else None)]
+        histories, starts = self.group.histories, np.cumsum(self.ticket.uniques) - self.ticket.uniques
+        if len(histories) == 1:  # of one table, or of several that have taken the same steps
+            parts = [(histories[0], slice(None), starts if self.group.clients else None)]
         else:
             ends = starts + self.ticket.uniques
-            parts = [(each, slice(*part), None) for each, *part in zip(its, starts, ends, strict=True)]
+            parts = [(each, slice(*part), None) for each, *part in zip(histories, starts, ends, strict=True)]
         for history, part, cuts in parts:
             until = self.group.kept_until(history)
             if until is not None:
@@ -363,12 +365,12 @@ class HostCall(Call):
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=places))
         self.ids = len(batch.ids)
         ages = kind.ages
-        kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=its) for its in ages]
+        kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=age) for age in ages]
         try:
-            for group, its_bags, (_, _, client), its_kind in zip(groups, bags, blocks, kinds, strict=True):
+            for group, group_bags, (_, _, client), group_kind in zip(groups, bags, blocks, kinds, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, its_kind, client=client)
-                self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
+                ticket = group.cache.plan(group_bags.keys, group_kind, client=client)
+                self.parts.append(HostGroupCall(group, group_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
@@ -444,19 +446,19 @@ class HostCall(Call):
     def join(self, forwards: Sequence[Given]) -> Batch:
         form, offsets, edges = self.form, dict[int, torch.Tensor](), None
         assert form is not None
-        own = [each.reshape(-1) for its in forwards if isinstance(each := its[0], torch.Tensor)]
+        own = [each.reshape(-1) for inputs in forwards if isinstance(each := inputs[0], torch.Tensor)]
         ids = torch.cat(own).to(torch.int64)
         if not form.is_equal:
             given = [each for k in form.with_offsets if isinstance(each := forwards[k][1], torch.Tensor)]
             differ = {id(each): each for each in given}  # many tables may be given the same tensor
             numbers = {key: number for number, key in enumerate(differ)}
             which = [numbers[id(each)] for each in given]
-            its = torch.cat([*differ.values()]).to(torch.int64).view(-1, form.size) if given else _NO_OFFSETS
-            copies = its.unbind()
+            inputs = torch.cat([*differ.values()]).to(torch.int64).view(-1, form.size) if given else _NO_OFFSETS
+            copies = inputs.unbind()
             offsets.update(zip(form.with_offsets, [copies[number] for number in which], strict=True))
             found = np.empty(form.edges, np.int64)
             parts, counts = form.arrays
-            if not join_edges(its.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
+            if not join_edges(inputs.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
                 raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
             edges = torch.from_numpy(found)
         of_each = torch.split(ids, form.counts)
@@ -498,10 +500,10 @@ def apply(collected: Collected) -> None:
     tables += [calls[0][0].context.tables for calls in rest]
     todo: list[RowPass] = []
     with _rows_of(tables):
-        for forwards, its in shared:
-            update = _shared_update(forwards, its)
+        for forwards, shared_calls in shared:
+            update = _shared_update(forwards, shared_calls)
             if update is None:
-                rest += [[pair] for pair in its]
+                rest += [[pair] for pair in shared_calls]
             else:
                 todo.append(update)
         for calls in rest:
@@ -564,10 +566,10 @@ def _shared_numbers(
         return first.numbers(tuple(steps), grads)
     found = []
     for optimizer, step, grad in zip(optimizers, steps, grads, strict=True):
-        its = optimizer.numbers((step,), [grad])
-        if its is None:
+        taken_step = optimizer.numbers((step,), [grad])
+        if taken_step is None:
             return None
-        found.append(its)
+        found.append(taken_step)
     if len({(each.recipe, each.numbers, each.scale, each.dense_step) for each in found}) > 1:
         return None
     return replace(found[0], rate=np.concatenate([each.rate for each in found]))

@@ -46,8 +46,10 @@ def update_rows(
     if not reaches_all:
         every = [each for some in rounds for each in some]
         with tables.locked() if every else tables.placed.now.rows.held():
-            planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
-            carry_out([RowPass(group, rows, its) for group, _, rows, its in planned])
+            planned = [
+                (group, *_planned(group, every, given), given) for group, given in zip(groups, taken, strict=True)
+            ]
+            carry_out([RowPass(group, rows, given) for group, _, rows, given in planned])
         for _, ticket, _, _ in planned:
             if ticket is not None:
                 ticket.release()
@@ -56,12 +58,12 @@ def update_rows(
         for table in range(len(tables.config.tables)):
             tables.reserve(table)
         for some in rounds:
-            for group, its in zip(groups, taken, strict=True):
+            for group, given in zip(groups, taken, strict=True):
                 change.has_begun = True
-                _update(group, some, its)
-        for group, its in zip(groups, taken, strict=True):
-            if its.dense_step is not None:
-                group.cache.cold.history.append(group.stepping, its.dense_step)
+                _update(group, some, given)
+        for group, given in zip(groups, taken, strict=True):
+            if given.dense_step is not None:
+                group.cache.cold.history.append(group.stepping, given.dense_step)
             group.steps = [step + 1 for step in group.steps]
 
 
@@ -86,10 +88,10 @@ def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
     values = [each.values.numpy() for _, each in mine]
     grad = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values))
     feature = np.repeat(np.array(features, np.int32), [len(each.ids) for _, each in mine])
-    its = copy.copy(space)
-    its.column, its.mode = np.zeros_like(space.column), np.full_like(space.mode, SUM)
+    own_space = copy.copy(space)
+    own_space.column, own_space.mode = np.zeros_like(space.column), np.full_like(space.mode, SUM)
     own = np.arange(len(keys), dtype=np.int32)
-    return _Given(keys, Gradient(grad, own, feature, NO_WEIGHTS, NO_ARGMAX), its)
+    return _Given(keys, Gradient(grad, own, feature, NO_WEIGHTS, NO_ARGMAX), own_space)
 
 
 def _segments(places: Array, which: Array) -> Segments:

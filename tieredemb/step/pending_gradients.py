@@ -495,14 +495,16 @@ class PendingGradients:
         else:
             rows = rows_of_calls(self._tables, self._calls)
             rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
-            first = [TableRows(t, its.ids, its.values) for t, its in enumerate(rows) if t not in whole and len(its.ids)]
+            first = [
+                TableRows(t, part.ids, part.values) for t, part in enumerate(rows) if t not in whole and len(part.ids)
+            ]
             sums = rows
 
         def found() -> Iterator[list[TableRows]]:
             if first:
                 yield first
-            for table, its in whole.items():
-                for start, values in its.chunks(sums[table]):
+            for table, gradient in whole.items():
+                for start, values in gradient.chunks(sums[table]):
                     ids = torch.arange(start, start + len(values), device=values.device)
                     yield [TableRows(table, ids, values, start)]
 

@@ -79,21 +79,21 @@ def guards_of(forwards: Sequence[Given]) -> tuple[list[tuple[Any, ...]], tuple[o
     guards, signature = [], list[object]()
     known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
-        its: list[Any] = []
+        guard: list[Any] = []
         for each in given:
             if not isinstance(each, torch.Tensor):
-                its.append(each)
+                guard.append(each)
                 continue
             found = known.get(id(each))
             if found is None:
                 version = -1 if each.is_inference() else each._version
                 found = each.data_ptr(), version, each.shape, each.stride(), each.dtype, each.device
                 known[id(each)] = found
-            is_any_number = not its and len(given) > 1 and len(found[2]) == 1
-            its.append(found)
+            is_any_number = not guard and len(given) > 1 and len(found[2]) == 1
+            guard.append(found)
             signature += None if is_any_number else found[2], *found[3:]
         signature.append(None)
-        guards.append(tuple(its))
+        guards.append(tuple(guard))
     return guards, tuple(signature)
 
 
@@ -137,9 +137,9 @@ class Planned:
         if self._in_place is None:
             self._in_place = [identity(given) for _, given in self._forwards]
         guards = []
-        for (_, given), its in zip(self._forwards, self._in_place, strict=True):
+        for (_, given), guard in zip(self._forwards, self._in_place, strict=True):
             now: list[Any] = []
-            for each, part in zip(given, its, strict=True):
+            for each, part in zip(given, guard, strict=True):
                 if isinstance(each, torch.Tensor) and part[1] >= 0:
                     part = part[0], each._version, *part[2:]
                 now.append(part)
@@ -164,7 +164,7 @@ class Planned:
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            left = [number for number, its in enumerate(self.guards) if its is not None]
+            left = [number for number, guard in enumerate(self.guards) if guard is not None]
             _release_parts(future.result(), self.shared, *left)
 
 

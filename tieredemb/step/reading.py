@@ -106,10 +106,10 @@ def _read_group(
     bounds = even_bounds(size, READ_GRAIN * size // max(1, bags[1] * group.space.width))
 
     def look_up(rows: Readable, *, notes: bool) -> Array:
-        scratch, its = _scratch(bags), bounds
+        scratch, job_bounds = _scratch(bags), bounds
         if notes:
-            its = [-1, *bounds] if len(bounds) > 2 else [-1, size]
-        parallel_for(bags_read, its, *bags, features, size, skips, weights, *rows, scratch, out)
+            job_bounds = [-1, *bounds] if len(bounds) > 2 else [-1, size]
+        parallel_for(bags_read, job_bounds, *bags, features, size, skips, weights, *rows, scratch, out)
         return scratch
 
     return group.cache.read(look_up, kind, client=group.client)

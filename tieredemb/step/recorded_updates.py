@@ -39,14 +39,14 @@ def replay_update(
     plans = [call.recorded for call in calls if call.recorded is not None]
     if len(plans) < len(calls) or torch.cuda.is_current_stream_capturing():
         return False
-    if not all(grad.numel() for its in grads for grad in its) or any(
-        its[0].data_ptr() % ALIGNMENT or not its[0].is_contiguous() for its in grads if len(its) == 1
+    if not all(grad.numel() for block in grads for grad in block) or any(
+        block[0].data_ptr() % ALIGNMENT or not block[0].is_contiguous() for block in grads if len(block) == 1
     ):
         return False
     key: Key = (
         *[plan.number for plan in plans],
         # a plan with room for samples has updates for any number of them, as kernels read those that it has found
-        *[grad.shape[1:] if len(its) == 1 else grad.shape for its in grads for grad in its],
+        *[grad.shape[1:] if len(block) == 1 else grad.shape for block in grads for grad in block],
         *[each.data_ptr() for each in kept],
         *[0 if rows.records is None else rows.records.data_ptr() for rows in overflow],
         *[(rows.weight, rows.state) if rows.uncached else None for rows in overflow],
@@ -79,17 +79,19 @@ class RecordedUpdate:
         self._plans, self._kept = plans, [*kept]
         self._buffers: list[torch.Tensor | None] = []
         with no_inference():
-            for its in grads:
-                shape = sum(len(each) for each in its), its[0].shape[1]
-                is_one = len(its) == 1
-                self._buffers.append(None if is_one else torch.empty(shape, dtype=its[0].dtype, device=its[0].device))
+            for block in grads:
+                shape = sum(len(each) for each in block), block[0].shape[1]
+                is_one = len(block) == 1
+                self._buffers.append(
+                    None if is_one else torch.empty(shape, dtype=block[0].dtype, device=block[0].device)
+                )
         self._stream = current_stream().cuda_stream  # whose memory the buffers are of
         self._graph = Recording(grads[0][0].device, plans[0].compute_pool)
         self._record(grads, launch)
 
     def _record(self, grads: Grads, launch: Callable[[Grads], None]) -> None:
-        with self._graph.recorded([its[0].data_ptr() for its in grads if len(its) == 1]):
-            launch([its if buffer is None else [buffer] for its, buffer in zip(grads, self._buffers, strict=True)])
+        with self._graph.recorded([block[0].data_ptr() for block in grads if len(block) == 1]):
+            launch([block if buffer is None else [buffer] for block, buffer in zip(grads, self._buffers, strict=True)])
 
     def is_free(self) -> bool:
         """Always: what it changes is in its place once it is launched."""
@@ -97,10 +99,10 @@ class RecordedUpdate:
 
     def replay(self, grads: Grads) -> None:
         """Updates by these gradients."""
-        for its, buffer in zip(grads, self._buffers, strict=True):
+        for block, buffer in zip(grads, self._buffers, strict=True):
             if buffer is not None:
-                torch.cat(list(its), out=buffer)
-        self._graph.replay([its[0].data_ptr() for its in grads if len(its) == 1])
+                torch.cat(list(block), out=buffer)
+        self._graph.replay([block[0].data_ptr() for block in grads if len(block) == 1])
         for buffer in self._buffers:
             if buffer is not None and torch._C._cuda_getCurrentRawStream(buffer.get_device()) != self._stream:
                 buffer.record_stream(current_stream())

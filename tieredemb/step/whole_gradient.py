@@ -229,8 +229,8 @@ class WholeGradient:
     """That of table number `table`, (rows, D), found for a chunk of rows at a time."""
 
     def __init__(self, tables: TableSet, table: int) -> None:
-        its, self._device = tables.config.tables[table], tables.config.device
-        self._rows, self._width, self._chunk = its.num_embeddings, its.embedding_dim, chunk_rows(tables, table)
+        config, self._device = tables.config.tables[table], tables.config.device
+        self._rows, self._width, self._chunk = config.num_embeddings, config.embedding_dim, chunk_rows(tables, table)
         self._terms: list[Term] = []
         # of each term what its gradient was multiplied by since, and whether it was set to zero
         self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []

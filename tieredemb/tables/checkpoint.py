@@ -78,8 +78,8 @@ def save(
         held: dict[str, HeldRows] = {}
         reasons = []
         for each in sets:
-            its, broken = write_back(each.tables)
-            held |= _prefixed(each.prefix, its)
+            rows_held, broken = write_back(each.tables)
+            held |= _prefixed(each.prefix, rows_held)
             reasons.append(broken)
         checkpoint.save(
             directory,

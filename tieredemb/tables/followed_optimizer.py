@@ -601,10 +601,10 @@ class FollowedOptimizer:
                 each._check_takes_whole()
         skips = getattr(due[0].optimizer, "found_inf", None)
         skipped = skips is not None and any(each._is_on_cpu for each in due) and bool(skips)
-        for each, its in zip(due, spoilt, strict=True):
-            each._is_spoilt = its is not None
-            if its is not None and each._is_on_cpu and not skipped:
-                each._check_spoilt(its)
+        for each, own_spoilt in zip(due, spoilt, strict=True):
+            each._is_spoilt = own_spoilt is not None
+            if own_spoilt is not None and each._is_on_cpu and not skipped:
+                each._check_spoilt(own_spoilt)
         return [each for each in due if not each._is_on_cpu] if skipped else due
 
     def _check_takes_whole(self) -> None:

@@ -227,8 +227,8 @@ class Followers:
         for each in self.listed():
             of_kind.setdefault(type(each), []).append(each)
         due: list[Follower] = []
-        for kind, its in of_kind.items():  # warnings name who has called step(), by their distance from there
-            due += kind.check_steps(its)
+        for kind, followers in of_kind.items():  # warnings name who has called step(), by their distance from there
+            due += kind.check_steps(followers)
         self._due = [weakref.ref(each) for each in due]
 
     def _after(self) -> None:

@@ -123,14 +123,14 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
     """What a manifest's JSON holds. A library that knows nothing of a field reads what does not need it."""
     fields = dataclasses.asdict(manifest)
     for space, entry in manifest.spaces.items():
-        its = fields["spaces"][space]
-        its["metadata"] = entry.metadata.to_json()
+        written = fields["spaces"][space]
+        written["metadata"] = entry.metadata.to_json()
         for name in ("history", "history_bytes", "history_crc32"):
             if not entry.history:
-                del its[name]
+                del written[name]
         if len(entry.files) == 1:
-            del its["files"]
-            its["file"] = entry.files[0]
+            del written["files"]
+            written["file"] = entry.files[0]
     if not manifest.broken:
         del fields["broken"]
     if manifest.dense is None:
