@@ -165,9 +165,7 @@ class Run(Generic[B]):
         self._divisions = divisions_of(prefetch.modules.values())
         # such a model's captured step takes over planning with its first batch: earlier plans would be wasted
         self._lookups = None if prefetch.model in _LEFT_TO_STEPS else named
-        self._planners: list[
-            Callable[[], object]
-        ] = []  # drop the plans of captured steps, in place of this loop
+        self._planners: list[Callable[[], object]] = []  # drop the plans of captured steps, in place of this loop
         self.requested_ahead = 0  # how many of the next batches such a step requests
         self._current: _Fetched[B] | None = None
         self._observed: list[LookupSpec] = []  # forwards of the current batch, while lookups are learned from it

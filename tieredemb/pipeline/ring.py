@@ -91,9 +91,7 @@ class Ring(Generic[R]):
         self._left = step.eager_steps + (agreement is not None and reach > 0)
         self._plans_as_one = True  # whether a step plans its lookups as one, until its function looks up others
         self._tracked = step.caches if reach else []  # caches that count replays, as these leave batches in flight
-        self._last: list[int] | None = (
-            None  # batches that each cache had planned when the last step ended
-        )
+        self._last: list[int] | None = None  # batches that each cache had planned when the last step ended
         self._pending: list[int] = []  # transfers that the last step has deferred, for each cache
         self.has_failed_to_capture = False  # in the last call
         self._unknown = 0  # successive steps whose plans were not of the kind that a graph was captured with
