@@ -77,8 +77,8 @@ def found_sharded(model: nn.Module) -> list[FoundSharded]:
             alone.append(path or type(module).__name__)
             continue
         names.append(path or type(module).__name__)
-        table_names = tuple(table_name(path, module, table.name) for table in module.together.tables)
-        found.append(FoundSharded(ranks=module.together, names=table_names))
+        its = tuple(table_name(path, module, table.name) for table in module.together.tables)
+        found.append(FoundSharded(ranks=module.together, names=its))
     if not found:
         return found
     if alone:

@@ -1,6 +1,6 @@
-"""A step on the CPU that is given the gradients of rows, and no calls: of many rows some at a time.
+"""A step on the CPU from gradients of rows, without calls; many rows are given in rounds.
 
-A step that reaches all rows is one change of the caches' logs, inside which the cache is called as ever.
+A step that reaches all rows is one change in the caches' intent logs, inside which the caches are called as usual.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def update_rows(
     tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], *, reaches_all: bool
 ) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. Where it `reaches_all` rows
-    of a table, rows are updated where they lie; interrupted, such a step leaves the cache broken (`BrokenCacheError`).
-    Else they are planned as one batch, if there are any, and the step is taken or not, whatever interrupts. Raises
-    `StorageFullError` before anything changes."""
+    """One step of the optimizer; each row has its gradient in one of the `rounds`. If it `reaches_all` rows of a table,
+    rows are updated in place; if that is interrupted, the cache is broken (`BrokenCacheError`). Else they are planned
+    as one batch, if there are any, and after an interrupt the step is taken or not. Raises `StorageFullError` before
+    anything changes."""
     groups = [group for group in tables.groups if isinstance(group, HostGroup)]
     numbers = [optimizer.numbers(tuple(group.steps), []) for group in groups]
     taken = [each for each in numbers if each is not None]
@@ -68,8 +68,8 @@ def update_rows(
 
 
 class _Given(NamedTuple):
-    """What a step is given of a group's rows: their `keys`, int64 (K,), and `gradient`, each row an occurrence of a
-    bag of its own, in `space`, where features have no columns of their own."""
+    """Rows of a group in a step: their `keys`, int64 (K,), and `gradient`, in which each row is an occurrence in a bag
+    of its own, in a `space` whose features have no columns of their own."""
 
     keys: Array
     gradient: Gradient
@@ -77,7 +77,7 @@ class _Given(NamedTuple):
 
 
 def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
-    """Those of the rows that are the group's; None without any."""
+    """The rows that belong to the group; None without any."""
     space = group.space
     position = {int(table): j for j, table in enumerate(space.tables)}
     mine = [(position[each.table], each) for each in some if each.table in position and len(each.ids)]
@@ -95,12 +95,12 @@ def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
 
 
 def _segments(places: Array, which: Array) -> Segments:
-    """Rows at `places`, int32 (U,), each of one occurrence, those of `which`, int (U,)."""
+    """Segments of one occurrence each: rows at `places`, int32 (U,), and the occurrences `which`, int (U,)."""
     return Segments(places, np.arange(len(places) + 1, dtype=np.int64), which.astype(np.int32))
 
 
 def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> tuple[Ticket | None, Pass]:
-    """The update of those rows that are the group's, which were brought into slots. The caller holds the locks."""
+    """The update of the rows that belong to the group, after filling them into slots. The caller holds the locks."""
     given = _given(group, some)
     if given is None:
         return None, no_rows()
@@ -111,7 +111,7 @@ def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparamete
 
 
 def _update(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> None:
-    """Updates those rows that are the group's where they lie."""
+    """Updates the rows that belong to the group in place."""
     given = _given(group, some)
     if given is None:
         return

@@ -1,5 +1,5 @@
-"""Updates of eager steps on a GPU, recorded as graphs where they come again and again: of forwards whose plans are
-recorded, which leave what an update reads in the same places each time, but for the gradients."""
+"""Updates of eager steps on a GPU that recur, recorded as graphs: their forwards' plans are recorded, so all that an
+update reads has the same addresses each time, except for the gradients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tieredemb.step.device_call import DeviceCall, PlanRecording
     from tieredemb.tables.table_set import TableSet
 
-Grads = Sequence[Sequence[torch.Tensor]]  # block by block those of all forwards, or those put together
+Grads = Sequence[Sequence[torch.Tensor]]  # for each block the gradients of all forwards, or one joined
 Key = tuple[object, ...]
-MOST_UPDATES = 16  # that are recorded of one set of tables, those used last
-ALIGNMENT = 16  # bytes, that kernels read at once of a gradient where it lies
+MOST_UPDATES = 16  # recorded for one set of tables: the last ones used
+ALIGNMENT = 16  # bytes that kernels read at once from a gradient in place
 
 
 def replay_update(
@@ -33,9 +33,9 @@ def replay_update(
     kept: Sequence[torch.Tensor],
     launch: Callable[[Grads], None],
 ) -> bool:
-    """Updates `tables`, or all that share their caches, by a replay of what `launch` launches for the gradients of
-    `calls`; returns whether it did. `overflow`: where rows without a slot are, of each group · `kept`: tensors that the
-    update reads. The caller holds the rows, and their device is the current one."""
+    """Updates `tables`, or all that share their caches, by a replay of the launches of `launch` for the gradients of
+    `calls`; returns False if it did not. `overflow`: for each group, where rows without a slot are · `kept`: tensors
+    that the update reads. The caller holds the locks of the rows, whose device is the current one."""
     plans = [call.recorded for call in calls if call.recorded is not None]
     if len(plans) < len(calls) or torch.cuda.is_current_stream_capturing():
         return False
@@ -45,7 +45,7 @@ def replay_update(
         return False
     key: Key = (
         *[plan.number for plan in plans],
-        # a plan with room for samples has updates for any number of them, as kernels read those that it has found
+        # a plan with a capacity for samples serves any number of them, as kernels read what it has found
         *[grad.shape[1:] if len(block) == 1 else grad.shape for block in grads for grad in block],
         *[each.data_ptr() for each in kept],
         *[0 if rows.records is None else rows.records.data_ptr() for rows in overflow],
@@ -66,8 +66,8 @@ def replay_update(
 
 
 class RecordedUpdate:
-    """A recorded update. It keeps what it reads: what the `plans` of its forwards have left, and `kept`; and where it
-    is of several forwards, a buffer for the gradients of each block put together."""
+    """A recorded update. It keeps what it reads alive: results of the `plans`, and `kept`; for several forwards also a
+    buffer for each block's joined gradients."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RecordedUpdate:
                 self._buffers.append(
                     None if is_one else torch.empty(shape, dtype=block[0].dtype, device=block[0].device)
                 )
-        self._stream = current_stream().cuda_stream  # whose memory the buffers are of
+        self._stream = current_stream().cuda_stream  # the stream on which the buffers were allocated
         self._graph = Recording(grads[0][0].device, plans[0].compute_pool)
         self._record(grads, launch)
 
@@ -94,7 +94,7 @@ class RecordedUpdate:
             launch([block if buffer is None else [buffer] for block, buffer in zip(grads, self._buffers, strict=True)])
 
     def is_free(self) -> bool:
-        """Always: what it changes is in its place once it is launched."""
+        """Always: it keeps nothing between launches."""
         return True
 
     def replay(self, grads: Grads) -> None:
@@ -108,5 +108,5 @@ class RecordedUpdate:
                 buffer.record_stream(current_stream())
 
     def size_bytes(self) -> int:
-        """Of what it keeps for itself."""
+        """Of its buffers."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
