@@ -1,7 +1,7 @@
-"""A batch of bags on a GPU: ids and offsets checked there, without a word to the host.
+"""A batch of bags on a GPU: ids and offsets are checked there, and the host does not wait.
 
-A fault marks its batch: bad ids read zeros, bad offsets nothing at all, and the batch updates no row. The host learns
-of the first one from a few words of its own memory that kernels write to (`FaultReport`).
+A fault marks its batch: bad ids read zeros, bad offsets nothing at all, and the batch updates no row. Kernels report
+the first fault in a few words of host memory (`FaultReport`).
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class DeviceKeySpace:
             "n_features": len(space.features),
             "separate": separate,
         }
-        # those that were asked for are kept: a captured step counts on their memory
+        # requested ones are kept, as captured steps use their memory
         self._features: dict[tuple[bool, Places | None], StructValue] = {}
         for dropped in self._paddings:
             self.features(padding_is_dropped=dropped)
 
     def ids(self, keys: torch.Tensor, homes: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """The ids of occurrences, int64 (N,), given their keys, homes and features, (N,); of those that have a home."""
+        """The ids of occurrences with a home, int64 (N,), given their keys, homes and features, (N,)."""
         slot = self._resident[feature]
         return torch.where(slot < 0, keys - self._first[feature], homes - slot)
 
     def features(self, places: Places | None = None, *, padding_is_dropped: bool) -> StructValue:
-        """What kernels know of the features; without `padding_is_dropped` none has any padding. Synchronises for
-        `places` that it is asked for first."""
+        """The features as kernels take them; without `padding_is_dropped` none has padding. Synchronises for new
+        `places`."""
         key = padding_is_dropped, places
         if key not in self._features:
             blocks: torch.Tensor | int = 0
@@ -106,13 +106,13 @@ class Edges:
 
 @dataclass(frozen=True)
 class DeviceBags:
-    """The bags of one key space in one batch of B samples; N is the number of ids given, or more: there is room for so
-    many, and what none was given for is dropped.
+    """The bags of one key space in one batch of B samples. N is the number of ids, or a larger capacity; unused
+    occurrences are dropped.
 
-    `keys`: int64 (N,), negative where there is nothing to look up · `homes`: int32 (N,), −1 for a key, the slot of a
+    `keys`: int64 (N,), negative for occurrences without a lookup · `homes`: int32 (N,), −1 for a key, the slot of a
     resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,) · `bag`: int32 (N,), of each occurrence ·
-    `position`: int64 (N,), of each occurrence in the ids, or None where they are the same. Occurrences of other key
-    spaces' ids are at the end, dropped.
+    `position`: int64 (N,), of each occurrence in the ids, or None if they are the same. Occurrences of other key
+    spaces are dropped, at the end.
     """
 
     keys: torch.Tensor
@@ -124,9 +124,8 @@ class DeviceBags:
 
 
 def new_faults(count: int, device: torch.device) -> torch.Tensor:
-    """Room for the marks of so many batches, `Fault`s that are zero while there is none, and behind them for the
-    `Report`s of those that are reported to the host later: int64 (11 · `count`,). All are to be zero when batches are
-    planned."""
+    """Memory for the `Fault`s of `count` batches, zero without a fault, followed by their `Report`s, which are reported
+    to the host later: int64 (11 · `count`,). All must be zero when batches are planned."""
     return torch.empty(count * (words_of("Fault") + words_of("Report")), dtype=torch.int64, device=device)
 
 
@@ -160,9 +159,9 @@ def find_device_bags(
     *,
     padding_is_dropped: bool,
 ) -> None:
-    """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, for which `bags` have room), in which features
-    have theirs at `places`. Does not synchronise, but for new places; bad ids, and offsets that do not start at 0,
-    fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, which fit in `bags`), with features at
+    `places`. Does not synchronise, except for new places. Bad ids, and offsets that do not start at 0, fall, or exceed
+    the ids, leave a mark in `fault` and are reported to the words at `report`."""
     capacity, batch = bags.homes.shape[0], bags.batch
     offsets, given = edges.arguments
     features = space.features(places, padding_is_dropped=padding_is_dropped)
@@ -180,10 +179,9 @@ def find_device_bags(
 
 
 class Joined(NamedTuple):
-    """How the inputs of F features are put together that were looked up by themselves, `batch` bags each. Of each
-    feature `stride`: from an id to the next one, in elements · `start`: of its ids among those of all · `n_ids`: how
-    many it has · `before`: ids of its pool before its own · `edge`: of its first bag among the edges of all · `kind`:
-    see `kind_of`."""
+    """How the inputs of F features that were looked up separately, with `batch` bags each, are joined. For each feature
+    `stride`: from an id to the next one, in elements · `start`: of its ids among all · `n_ids`: how many it has ·
+    `before`: ids of its pool before its own · `edge`: of its first bag among all edges · `kind`: see `kind_of`."""
 
     batch: int
     stride: Sequence[int]
@@ -204,10 +202,10 @@ def kind_of(ids: torch.dtype, offsets: torch.dtype | None, length: int, *, is_la
 def join_bags(
     ids: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor | None], joined: Joined, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The ids of features that were looked up by themselves, put together, int64 (N,), and unless `count` is 0 the
-    edges of their bags, one pool behind the other: int64 (`count`,), F·B and one more for each pool. `ids`: of each
-    feature, int32 or int64, of one dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. What
-    `find_device_bags` finds wrong with the edges is reported in the feature's own terms. Does not synchronise."""
+    """The joined ids of features that were looked up separately, int64 (N,), and unless `count` is 0 the edges of their
+    bags, pool by pool: int64 (`count`,), F·B and one more for each pool. `ids`: of each feature, int32 or int64, of one
+    dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. Faults that `find_device_bags` finds in the
+    edges are reported in the feature's own terms. Does not synchronise."""
     device, features = ids[0].device, len(ids)
     all_ids = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
     edges = torch.empty(count, dtype=torch.int64, device=device) if count else None
@@ -276,7 +274,7 @@ class FaultReport:
         self._rows = rows
         self._tables = tables
         fields = [field.name for field in read(FILE).layout("Report").fields]
-        self._state = fields.index("state")  # not 0 once the other words are there
+        self._state = fields.index("state")  # not 0 once the other words are written
         self._words = torch.zeros(words_of("Report"), dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()

@@ -17,8 +17,8 @@ def new_pasts(count: int, device: torch.device) -> torch.Tensor:
 
 
 class DeviceHistory:
-    """The arrays of a `History` on a device, and `past`, int64 (·): a `Past` that says where they are, at one address
-    for good, as graphs have it. `steps`: int64 (T,), those that the tables have taken.
+    """The arrays of a `History` on a device, and `past`, int64 (·): a `Past` with their addresses, whose own address
+    never changes, as graphs contain it. `steps`: int64 (T,), taken by the tables.
 
     The arrays hold more steps than were taken. Only the host can enlarge them: `note_step` counts the steps that may
     have been launched, and reads the device's number where they come near the capacity. A step beyond the capacity is

@@ -18,7 +18,7 @@ SHORT = (
     1 << 18
 )  # occurrences; on an H200 53,248 take 35 µs and torch 53, 212,992 take 52 and 59, 425,984 take 79 and 62
 COUNT_BLOCKS, PLACE_BLOCKS = 132, 4224
-TOTALS = 4  # of the notes, in words: behind the tiles that each pass has begun come its counts of digits
+TOTALS = 4  # words of the notes: first the number of tiles begun in each pass, then the passes' counts of digits
 TILE_COUNTS = TOTALS + SORT_PASSES * DIGITS  # and the counts that its tiles publish
 
 
@@ -45,9 +45,9 @@ def sort_homes(
     order: torch.Tensor,
     sorted_bag: torch.Tensor,
 ) -> None:
-    """Writes the homes in their order, `DROPPED` first; the occurrences in that order, those of one home in their own;
-    and their bags. All int32 (N,). `notes`: address of `note_words(N)` zeros · `scratch`: 16 N bytes. Allocates nothing
-    that outlasts it. Does not synchronise."""
+    """Writes the sorted homes, `DROPPED` first; the occurrences in that order, stably; and their bags. All int32 (N,).
+    `notes`: address of `note_words(N)` zeros · `scratch`: 16 N bytes. Allocates nothing that outlasts it. Does not
+    synchronise."""
     n = homes.shape[0]
     if n > SHORT:
         places = torch.empty(n, dtype=torch.int64, device=homes.device)

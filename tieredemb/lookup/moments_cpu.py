@@ -26,7 +26,7 @@ F = np.float32
 
 @inline
 def at_once(w, m, v, of, factors):
-    """Weight and means after all steps of the sum `of`, and those that only decay them."""
+    """Weight and means after all steps of the sum `of`, and further steps that only decay them."""
     first, second, decay, rest_decay = factors
     x = np.sqrt(v)
     share = F(1.0) / fma(x, of[1], of[SUM_EPS])
@@ -46,8 +46,8 @@ def at_once(w, m, v, of, factors):
 def means_catch_up(weight, row, state, home, none, past, start, stop, replay, element_replay, most):
     """Brings a row whose state is a running mean of gradients and one of their squares from step `start` to step
     `stop`; returns how many steps it has replayed, those of single elements not counted. `replay(weight, row, state,
-    home, none, past, start, stop)` is the recipe's: it takes the steps after `start` until `stop` one by one.
-    `element_replay(w, m, v, past, start, stop)`, or None: it takes them for one element whose mean of squares is above
+    home, none, past, start, stop)`: of the recipe, takes the steps after `start` until `stop` one by one.
+    `element_replay(w, m, v, past, start, stop)`, or None: takes them for one element whose mean of squares is above
     `most`."""
     _, _, _, _, sums, ends, logs, coupled = past
     width = none.shape[0]

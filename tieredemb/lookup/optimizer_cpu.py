@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 UPDATE_GRAIN = 16384  # gradient elements a thread is worth
 AHEAD = 4  # segments whose rows are requested early
-CLOCK_AHEAD = 16  # rows whose last step is requested early: it says whether the rest of the row is needed
+CLOCK_AHEAD = 16  # rows whose last step is prefetched: it tells whether the rest of the row is needed
 F = np.float32
 
 
@@ -109,9 +109,9 @@ def update(
     history: History | None = None,
     rounding: Any = NEAREST,
 ) -> Pass:
-    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer · `rounding`: see
-    rounding_cpu.py; its steps are the ones that are taken now."""
+    """A pass whose `run` takes one optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), and
+    marks them dirty. A segment without occurrences changes nothing. `history`: of a dense optimizer · `rounding`: see
+    rounding_cpu.py, with the steps that are taken now."""
     batch = walked(segments.homes, segments, gradient, space)
     rows = (hot.weight, hot.state.view(F), hot.dirty, rounding)
     rate = hyper.rate[space.table] if space.is_shared else hyper.rate
@@ -135,8 +135,8 @@ def catch_up(
     until: int | None = None,
     starts: Array | None = None,
 ) -> CountedPass:
-    """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history`, or to that of
-    `until`, and marks those that it changes dirty. `starts`: where parts begin that are counted by themselves."""
+    """A pass whose `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the last step of `history`, or
+    to the step `until`, and marks changed rows dirty. `starts`: where parts begin that are counted separately."""
     until = history.steps if until is None else until
     dense = (hot.state, history.past(until), until, rounding)
     kernel, bounds = _kernels(history.recipe).rows_catch_up, even_bounds(len(slots), 512)
@@ -149,8 +149,8 @@ def catch_up(
 
 
 def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:
-    """Its `run` writes copies of the rows in `slots` (int32 (U,), distinct) of `hot`, those that are marked, to where
-    they were copied from, and marks them there."""
+    """A pass whose `run` writes marked copies of the rows in `slots` (int32 (U,), distinct) of `hot` back to these
+    slots, and marks them dirty."""
     weights, states = (array.view(np.uint8) for array in (hot.weight, hot.state))
     copies = rows.weight.view(np.uint8), rows.state.view(np.uint8), rows.dirty
     return Pass(rows_put_back, even_bounds(len(slots), 4096), slots, copies, weights, states, hot.dirty)
@@ -159,8 +159,8 @@ def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:
 def update_calls(
     hot: Any, space: KeySpace, optimizer: OptimizerConfig, history: History | None, rounding: Any
 ) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The kernels by which rows of `hot` will be updated, in the order of their use, each with arguments as it will be
-    called with, for whoever compiles them."""
+    """The kernels by which rows of `hot` will be updated, in the order of their use, each with arguments of the types
+    of its calls, to be compiled."""
     none = np.empty(0, np.int32)
     segments = Segments(none, np.zeros(1, np.int64), none)
     gradient = Gradient(np.empty((0, space.width), F), none, none, NO_WEIGHTS, NO_ARGMAX)
@@ -245,8 +245,8 @@ def is_still(state, home, words):
 @inline
 def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, decayed):
     """Takes the steps that a row missed: one by one until the last of them whose decay is part of the gradient, and
-    then those that follow in closed form, so that a row that was kept at that last step ends with the same bits. One
-    whose state is zeros, which a step without a gradient leaves as it is, has its weights decay and no more then."""
+    then the rest in closed form, so that a row that was kept at that last step gets the same bits. If the state is
+    zeros, which a step without a gradient does not change, the rest only decays the weights."""
     logs, coupled = past[6], past[7]
     replayed = 0
     if coupled[stop] != coupled[start]:
@@ -270,7 +270,7 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, de
 
 @inline
 def row_make_current(weight, row, state, home, none, values, dense, row_catch_up, decayed):
-    """Brings a row of a dense recipe to the steps that its table has taken, and notes the step that it stands at then.
+    """Brings a row of a dense recipe to the current step of its table, and writes the step that it is at then.
     `dense`: the states as uint32, whose last word is that step · what kernels are given of a
     history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
     past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
@@ -344,7 +344,7 @@ def segments_walk(
         stop = starts[u + 1]
         if start == stop:
             continue
-        feature = features[order[start]]  # any of those of the row's table, which has one mode and one rate
+        feature = features[order[start]]  # any feature of the row's table, which has one mode and one rate
         first = column[feature]
         is_max = mode[feature] == MAX
         for chunk in range(start, stop, CHUNK):

@@ -62,7 +62,7 @@ class RMSprop(OptimizerConfig):
         return used | {"one_less_alpha": 1 - hyper["alpha"]}
 
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
-        # rows whose state has room for what a step does not use keep that as it is: no factor says so
+        # state that a step does not use stays unchanged in the rows: no factor stands for that
         uses_all = (hyper["momentum"] != 0) == (_BUFFER in self.tensors) and bool(hyper["centered"]) == self.centered
         moves = hyper["momentum"] != 0
         return StepTerms(

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
-"""CPU twin of SGD. A row has a momentum where its state has room for one."""
+"""CPU twin of SGD. A row has a momentum if its state has words for one."""
 
 from __future__ import annotations
 
