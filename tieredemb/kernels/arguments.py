@@ -1,7 +1,7 @@
-"""What a launch packs, and what it may be given: by the kernel's parameters in the source, and nothing else.
+"""The arguments of a launch and their packing, derived from the kernel's parameters in the source.
 
-A pointer takes a tensor of its type, or an address: an int, 0 for none. A struct is given whole, as a value of the type
-that `struct_type` makes of its fields. All of this is found once a kernel, and none of it in a launch.
+A pointer takes a tensor of its type, or an address: an int, 0 for none. A struct is passed as a value of the type that
+`struct_type` makes of its fields. All of this is derived once for each kernel, not in a launch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ DTYPES = {  # of what a pointer points to: torch computes with signed integers, 
 }
 WORD_DTYPES = (torch.int32, torch.float32)  # of a `word_t`
 OF_ANY_DTYPE = ("row_t", "out_t", "void")
-LOWEST_ADDRESS = 2**32  # nothing that a kernel reaches lies lower: a smaller number is no address, but took one's place
+LOWEST_ADDRESS = 2**32  # kernels reach no lower addresses: a smaller number is not an address, but a misplaced argument
 
 
 class Argument(NamedTuple):
-    """What may stand in one place. `declared`: as the source says it · `packed`: how `struct` packs it · `alignment`:
-    of its own bytes · `dtypes`: of a tensor where it is a pointer, None for any · `points_to`: the alignment of what a
-    pointer points to, 0 for no pointer · `whole`: the type of a struct's values · `numbers`: of an array in a struct, 0
-    for none."""
+    """One argument. `declared`: its declaration in the source · `packed`: its format for `struct` · `alignment`: in
+    bytes · `dtypes`: of a tensor if it is a pointer, None for any · `points_to`: the alignment behind a pointer, 0 for
+    no pointer · `whole`: the type of a struct's values · `numbers`: length of an array in a struct, 0 for none."""
 
     name: str
     declared: str

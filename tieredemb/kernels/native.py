@@ -32,7 +32,7 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
 
 
 def _named(name: str, function: Any) -> Any:
-    """The intrinsic of a function that was made here, under a name of its own: numba tells them apart by it."""
+    """The intrinsic of a function that was made here, with a unique name, by which numba distinguishes them."""
     function.__name__ = function.__qualname__ = name
     return intrinsic(function)
 
@@ -152,7 +152,7 @@ def copy_line_past(typingctx, target, source):
 
 
 def _prefetch(name: str, *, to_write: bool) -> Any:
-    """Device function: asks for the cache line at an address (int64). Never faults."""
+    """Device function: prefetches the cache line at an address (int64). Never faults."""
 
     def function(typingctx, address):
         def codegen(context, builder, signature, args):
