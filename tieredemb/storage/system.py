@@ -1,8 +1,8 @@
-"""The system calls of the file tier and of checkpoints, in one place: a seam at which each of them can be made to fail.
+"""The system calls of the file tier and of checkpoints, in one place, where tests can make each of them fail.
 
 Tests replace `system` and let every call fail, once or for good, at every position (`tests/disturbances/faults.py`).
-The seam is in the library rather than in a preloaded one, as it sees `msync` and `madvise` of a mapping as well as
-calls that Python makes by itself, names the file, and needs no compiler.
+The seam is in the library rather than in a preloaded one, as it covers `msync` and `madvise` of a mapping and
+calls of Python itself, names the file, and needs no compiler.
 """
 
 from __future__ import annotations
