@@ -40,7 +40,7 @@ LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five time
 
 
 class Sharing(Protocol):
-    """A set of tables whose caches share a capacity, among themselves or with those of others."""
+    """A set of tables whose caches share a capacity, with each other or with those of other sets."""
 
     division: Division | None
 
@@ -92,8 +92,8 @@ class Division:
         self._replays += 1
 
     def divide(self) -> None:
-        """Looks at the use of rows, and divides the capacity anew if that pays. If batches are in flight, or a CUDA
-        graph is being captured, a later call does it. Caches in a user's graph stay. Synchronises with a GPU."""
+        """Reads how often rows are used, and divides the capacity again if that pays. If batches are in flight, or a
+        CUDA graph is being captured, a later call does it. Caches in a user's graph stay. Synchronises with a GPU."""
         if not self._lock.acquire(blocking=False):  # another thread does it
             return
         try:

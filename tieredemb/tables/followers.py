@@ -38,7 +38,7 @@ class Follower(Protocol):
     cache_key: Hashable  # equal for tables that share a cache, or are looked up as one: they take one step
 
     def step(self, others: Sequence[Any]) -> None:
-        """Takes a step, together with `others`."""
+        """Takes a step, at once with `others`."""
 
     in_state_dict: bool  # whether state dicts of the optimizer hold the tables' state
 

@@ -135,7 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return None
 
     def alike(self) -> Hashable:
-        """See `RowOptimizer.alike`. Each optimizer reports infinities to its scaler by itself."""
+        """See `RowOptimizer.alike`. Each optimizer reports infinities to its own scaler."""
         values = [*options_in(self.param_groups[0]).values()]
         if self._scaler is not None or not all(isinstance(value, Hashable) for value in values):
             return id(self)
@@ -220,7 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._tables.set_states(loaded, lambda: self.set_options(options))
 
     def loadable_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What is to be taken over of a param group in a state dict, copied; what it lacks stays as it is. Raises
+        """A copy of what is to be loaded from a param group in a state dict; what is missing stays unchanged. Raises
         `ConfigError` for values that are not allowed. Changes nothing."""
         known = {*self.options(), "initial_lr"}
         given = {name: value for name, value in options_in(group).items() if name in known}
@@ -272,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return own
 
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Takes over the options of this optimizer, and those of schedulers."""
+        """Loads the options of this optimizer, and those of schedulers."""
         known = {*self.options(), "initial_lr"}
         for name, value in options.items():
             if name in known:

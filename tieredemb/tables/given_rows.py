@@ -12,7 +12,7 @@ from tieredemb.config import InitFunction, TableConfig, TablePart
 from tieredemb.errors import ConfigError
 from tieredemb.kernels.inference import no_inference
 
-CHUNK = 1 << 16  # rows that the function fills at once: what it gives depends on it
+CHUNK = 1 << 16  # rows that the function fills at once; the values that it draws depend on this
 
 
 def rows_of_part(
@@ -34,9 +34,9 @@ def initial_rows(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """All rows of a table, number `number` of its set, in chunks of `CHUNK`: the first row of each, and float32 (K, D).
 
-    `function` fills the rows that it is given, float32 (K, D) on the CPU, zeros before, or returns as many others. It
-    draws from the generator that it is given, whose seed follows from `seed`, the number of the table and that of the
-    chunk, so that its rows are the same each time. What depends on the shape, as `nn.init.xavier_uniform_` does, sees
+    `function` fills the rows that it is given, float32 (K, D) zeros on the CPU, or returns as many new ones. It draws
+    from the generator that it is given, whose seed is made of `seed`, the number of the table and that of the chunk, so
+    that the rows are the same each time. What depends on the shape, as `nn.init.xavier_uniform_` does, sees
     that of a chunk. The row of `padding_idx` starts as zeros. Raises `ConfigError` for a result of another shape.
 
     >>> from torch import nn

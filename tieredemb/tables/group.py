@@ -61,7 +61,7 @@ class Group(abc.ABC):
         self.space = space
         self.capacity = capacity
         self.name = name
-        self.own = slice(len(space))  # its tables among those of the cold storage
+        self.own = slice(len(space))  # the numbers of its tables in the cold storage
         self.stepping: Sequence[int] = range(len(space))  # the tables that take its steps
         self.client: int | None = None
         self.clients: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class Group(abc.ABC):
         """Makes the cache over `cold`."""
 
     def _connect(self) -> None:  # noqa: B027 - a host needs nothing
-        """Makes all that lookups and updates need beside the cache."""
+        """Builds what lookups and updates need beside the cache."""
 
     def of_table(self, position: int, config: TableSetConfig) -> Group:
         """The group of a single one of its tables, which take separate steps, over the same rows and cache. `config`:
@@ -149,7 +149,7 @@ class Group(abc.ABC):
         return beside
 
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
-        """Makes all that lookups and updates of one table need beside the cache of the `whole`."""
+        """Builds what lookups and updates of one table need beside the cache of the `whole`."""
 
     @property
     def is_read_in_place(self) -> bool:
@@ -263,8 +263,8 @@ class Group(abc.ABC):
         self._export(self.cache.export_rows, start, stop, weight, state)
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:  # noqa: B027
-        """Called before rows of a dense optimizer are read: rows that would replay steps one by one do so in place, so
-        that no later reader replays them again."""
+        """Called before rows of a dense optimizer are read: rows that would replay many steps one by one catch up in
+        place, so that no later read replays those steps again."""
 
     def kept_until(self, history: History) -> int | None:
         """The step that rows catch up to, in place, when they are read; None if they stay unchanged: rows that are not
@@ -387,7 +387,7 @@ class Group(abc.ABC):
         self.steps = metadata.steps[self.own]
         self._adopt_history()
 
-    def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
+    def _adopt_history(self) -> None:  # noqa: B027 - on a host nothing needs to be uploaded
         """Uses a history that was replaced with the cold rows."""
 
 
@@ -467,8 +467,8 @@ class HostGroup(Group):
 
     @property
     def histories(self) -> Sequence[History]:
-        """The histories of a dense optimizer's tables: one if all have the same, else that of each table that plans as
-        one."""
+        """The histories of a dense optimizer's tables: a single one if all tables have the same, else one for each
+        table that is planned together with others."""
         shared = self.shared_history if self.clients else self.kept
         return [self.cache.cold.history.of[table] for table in self.clients] if shared is None else [shared]
 

@@ -1,7 +1,7 @@
 """Tables of one width with modules of their own, looked up separately, which share one cold storage and one cache.
 
-Capacity goes to the rows with most lookups, of any table: one cache for all beats one for each. Each table has its own
-lookups, steps, state, counters and copies. The device of the cache, flushing and closing it, and checkpoints concern
+The slots go to the rows with most lookups, of any table, so one cache for all has more hits than one for each. Each
+table has its own lookups, steps, state, counters and copies. Moving to a device, flush, close and checkpoints apply to
 all tables.
 
 A width with a single table is a pool of one. A model with a single table has no pool.
@@ -40,8 +40,8 @@ class Related:
     """The pools of a model, whose tables have several widths. `planned`: forwards in any of them that were planned
     ahead, once an engine exists · `contexts`: of lookups in several tables as one · `group_of`: if batches of some
     tables did not fit those of others, the plan group of each table, by its pool and number there, else 0 · `splits`:
-    how many such groups were made · `orders`: numbers of further pools. Pools that are copied as one share a new
-    one."""
+    how many such groups were made · `orders`: counts the pools, to number them. Pools that are copied in
+    one go share a new object."""
 
     def __init__(self) -> None:
         self.planned: Any = None
@@ -56,7 +56,7 @@ class Related:
 
 class Pool(TableSet):
     """The tables of `config`, which is `separate`, all of one width. `members`: the tables in use, one module each ·
-    `related`: what it has in common with related pools · `order`: its place among them."""
+    `related`: what it shares with related pools · `order`: its number among them."""
 
     def __init__(
         self, config: TableSetConfig, *, rows: RowOpener | None = None, related: Related | None = None

@@ -42,9 +42,9 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
 
 
 def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
-    """Slots of each cache, which together take at most `budget` bytes, or what they have to have: the rows are held
-    whose lookups a byte are most, whichever cache they are of. What is left when all rows that are used have a slot
-    goes to the others, in proportion to their bytes."""
+    """Slots of each cache, which together take at most `budget` bytes, or the least that the caches need if that is
+    more. Slots go to the rows with most lookups per byte, of any cache. If bytes are left when all rows that are used
+    have a slot, they are divided among the caches in proportion to the bytes of their other rows."""
     passing = passing_share(budget, uses)
     slots = np.array([use.least + passing * use.in_batch for use in uses])
     sizes = np.array([use.slot_bytes for use in uses])

@@ -202,7 +202,7 @@ class TableSet:
 
     step_time: StepTime | None = None
     division: Division | None = None  # of a capacity shared by its caches, perhaps with others
-    related: Any = None  # of a pool: what it has in common with related pools (`Related`)
+    related: Any = None  # of a pool: what it shares with related pools (`Related`)
 
     @functools.cached_property
     def engines(self) -> weakref.WeakSet[Any]:
