@@ -15,15 +15,15 @@ from tieredemb.conversion.found import Found
 from tieredemb.errors import ConfigError, UnsupportedError, naming, shown
 from tieredemb.tables.torch_kinds import CLOSEST, as_numbers, config_of, kind_of
 
-_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # where torch keeps them, and so the weights, for good
+_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # torch never frees these, nor their weights
 _LISTS = ("_in_backward_optimizers", "_overlapped_optimizers")
 _ONE = "_overlapped_optimizer"  # of earlier versions
 
 
 @dataclass(frozen=True)
 class Carried:
-    """`config`: what it means to tables · `state`: what it has of the parameter, as torch keeps it · `remark`: what its
-    users have to know of the kind, if anything."""
+    """An optimizer that a weight carries. `config`: the same optimizer for tables · `state`: its state of the weight,
+    in torch's form · `remark`: what its users have to know of this kind, or ""."""
 
     config: OptimizerConfig
     state: Mapping[str, Any]

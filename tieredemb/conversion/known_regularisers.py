@@ -1,7 +1,7 @@
-"""Regularisers of libraries that people use, which find the weights of embeddings and so would miss their tables.
+"""Regularisers of known libraries that find the weights of embeddings, and so would not find their tables.
 
-One function each, by the names that the library uses; nothing is imported. It is given the model and the old weights
-by name, of which it may let go where that changes nothing, and returns what the user is to be warned of.
+There is one function for each library, which uses the library's names and imports nothing. It is given the model and
+the old weights by name. It removes old weights from lists where that changes no result, and returns warnings.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def torch_rechub(model: nn.Module, old: Weights) -> list[str]:
 
 
 def _of_another(loss: nn.Module, model: nn.Module) -> bool:
-    """Whether who holds a loss has other models beside it, and not this one: a trainer from before, for one."""
+    """Whether the object that holds a loss has other models and not this one, as an earlier trainer has."""
     held = [
         holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}) for holder in gc.get_referrers(loss)
     ]

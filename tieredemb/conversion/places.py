@@ -14,7 +14,7 @@ _LISTED = 5  # texts in a warning
 
 
 def swap(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts other modules in the places of those that `model` has, also where plain attributes hold them."""
+    """Replaces modules of `model` by others, also where plain attributes reference them."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in others:

@@ -45,7 +45,7 @@ def replay_update(
         return False
     key: Key = (
         *[plan.number for plan in plans],
-        # a plan with a capacity for samples serves any number of them, as kernels read what it has found
+        # a plan with a capacity for samples takes any number of them, as kernels read its results
         *[grad.shape[1:] if len(block) == 1 else grad.shape for block in grads for grad in block],
         *[each.data_ptr() for each in kept],
         *[0 if rows.records is None else rows.records.data_ptr() for rows in overflow],
@@ -94,7 +94,7 @@ class RecordedUpdate:
             launch([block if buffer is None else [buffer] for block, buffer in zip(grads, self._buffers, strict=True)])
 
     def is_free(self) -> bool:
-        """Always: it keeps nothing between launches."""
+        """True: nothing is kept between launches."""
         return True
 
     def replay(self, grads: Grads) -> None:
@@ -108,5 +108,5 @@ class RecordedUpdate:
                 buffer.record_stream(current_stream())
 
     def size_bytes(self) -> int:
-        """Of its buffers."""
+        """Bytes of its buffers."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
