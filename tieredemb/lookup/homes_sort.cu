@@ -1,17 +1,17 @@
 // The occurrences of a batch sorted by home, those of a row in their order: a radix sort, the least digit first.
 //
-// `digits_count` counts the digits of all passes at once. A pass reads every key once: where a tile's keys go follows
-// from the counts of the tiles before it, each of which publishes its own as soon as it has them, and then those up to
-// itself. So a tile looks back until it finds the latter. After Adinets and Merrill, "Onesweep: A Faster Least
-// Significant Digit Radix Sort for GPUs" (2022), with wide digits: batches are small, and a pass takes as long as the
-// steps that wait for each other.
+// `digits_count` counts the digits of all passes at once. A pass reads every key once: the positions of a tile's keys
+// follow from the counts of the tiles before it. Each tile publishes its own count as soon as it has it, and then the
+// sum up to itself, so a tile looks back until it finds such a sum. After Adinets and Merrill, "Onesweep: A Faster
+// Least Significant Digit Radix Sort for GPUs" (2022), with wide digits: batches are small, and a pass takes as long as
+// the steps that wait for each other.
 #include "common.cuh"
 
 constexpr int WARPS = SORT_THREADS / 32;
 constexpr int DIGITS = 1 << SORT_BITS;
-constexpr int EACH = DIGITS / SORT_THREADS;  // digits a thread, beside the keys
-constexpr int LOOK = 4;  // tiles looked back at together: 8 and 12 took longer
-constexpr u32 OWN = 1u << 30, UPTO = 2u << 30, COUNT_BITS = OWN - 1;  // what a tile tells: its count, or all up to it
+constexpr int EACH = DIGITS / SORT_THREADS;  // digits a thread, in addition to the keys
+constexpr int LOOK = 4;  // tiles looked back at in one step: 8 and 12 took longer
+constexpr u32 OWN = 1u << 30, UPTO = 2u << 30, COUNT_BITS = OWN - 1;  // a tile publishes its count, or the sum up to it
 static_assert(EACH == 8, "counts of a thread's digits are 16 bytes in shared memory, and 32 where tiles publish them");
 
 struct alignas(8) Pair {
@@ -19,7 +19,7 @@ struct alignas(8) Pair {
     int place;
 };
 
-// Homes in their order: DROPPED is the least.
+// Homes in ascending order; DROPPED is the least.
 __device__ __forceinline__ u32 key_of(int home) { return (u32)home ^ 0x80000000u; }
 __device__ __forceinline__ int digit_of(u32 key, int pass) { return key >> (pass * SORT_BITS) & (DIGITS - 1); }
 
@@ -55,9 +55,9 @@ __device__ __forceinline__ void counts_read(const u32 *at, u32 *counts) {
                      : "memory");
 }
 
-// Of a thread's digits, how many keys the tiles before have: `tile_counts` is of their first one.
+// For each of a thread's digits, how many keys the tiles before have: `tile_counts` is of the first one.
 __device__ __forceinline__ void look_back(const u32 *tile_counts, int tile, u32 *before) {
-    u32 open = (1u << EACH) - 1;  // digits whose count goes on
+    u32 open = (1u << EACH) - 1;  // digits whose sum is not complete
 #pragma unroll
     for (int k = 0; k < EACH; k++) before[k] = 0;
     for (int next = tile - 1; next >= 0 && open;) {
@@ -84,10 +84,10 @@ __device__ __forceinline__ void look_back(const u32 *tile_counts, int tile, u32 
     }
 }
 
-// One pass, over the digit number `pass`: from `homes` the first one, then from pairs to pairs, and the last one to the
-// sorted homes, and the occurrences and bags in their order. `totals`: as counted · `begun`: of each pass the tiles
-// that were begun, and `tile_counts`, (SORT_PASSES, tiles, DIGITS): zeros. A block a tile, in the order in which they
-// begin, so that none waits for one that does not run. Moves 16 bytes an occurrence.
+// One pass, over the digit number `pass`: the first reads `homes`, the others pairs; the last writes the sorted homes,
+// and the occurrences and bags in their order, the others pairs. `totals`: as counted · `begun`: for each pass the
+// number of tiles that were begun, and `tile_counts`, (SORT_PASSES, tiles, DIGITS): zeros. A block a tile, in the order
+// in which blocks begin, so that none waits for one that does not run. Moves 16 bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
     int pass, const int *homes, const Pair *from, int n, const u32 *totals, int *begun, u32 *tile_counts, Pair *to,
     const int *bag, int *sorted_homes, int *order, int *sorted_bag) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
 #pragma unroll
     for (int i = 0; i < SORT_ITEMS; i++) {
         const i64 at = start + i * 32;
-        own[i] = Pair{~0u, 0};  // behind the last occurrence, and last among those of its digit
+        own[i] = Pair{~0u, 0};  // beyond the last occurrence, and last among those of its digit
         if (at < n) own[i] = pass == 0 ? Pair{key_of(homes[at]), (int)at} : from[at];
     }
 #pragma unroll
