@@ -31,7 +31,7 @@ struct Counts {
     int used;        // slots that ever held a row: lower ones are candidates
     int tombstones;  // in the map
     int uncached;    // missed keys that got no slot
-    int into_unused; // missed keys that get a slot never used
+    int into_unused;  // missed keys that get a slot never used
     u32 record;      // where the search for the next record starts
     u32 arrivals;    // blocks that have arrived at the barrier
     Totals totals;

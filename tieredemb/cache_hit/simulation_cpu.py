@@ -174,8 +174,8 @@ def evict(slots, rows, counts, batch, window, short, by_age, scanned, heap, thre
 
 @jit
 def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, threshold, scratch, counts):
-    """Plans the batches first … stop - 1 of a trace: counts hits, evicts rows for those that are missed, brings these
-    into slots, and raises the score of all."""
+    """Plans the batches first … stop - 1 of a trace: counts hits, evicts rows for missed ones, fills these into
+    slots, and raises the score of all."""
     use_row, occurrences, bounds = uses
     kind, unit, gains, units_per_batch, remember, by_age = policy
     row, score, last_batch = slots
