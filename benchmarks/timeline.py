@@ -44,9 +44,9 @@ from tieredemb.plots import save as save_picture
 NAME = "timeline"
 PICTURE = ROOT / "docs" / "timeline.png"
 WARM_UP, STEPS = 100, 50  # steps until the cache is warm; timed steps
-SETTLE, PROFILED, AFTER = 5, 12, 2  # steps under the profiler: that do not count, that do; steps after, as it stops
+WARMUP, PROFILED, AFTER = 5, 12, 2  # steps under the profiler: that do not count, that do; steps after, as it stops
 NEVER = 10**9  # steps before a trial
-LEAST_STEPS = (SETTLE + PROFILED + AFTER + 1) // 2  # a plan draws batches for three times as many
+LEAST_STEPS = (WARMUP + PROFILED + AFTER + 1) // 2  # a plan draws batches for three times as many
 STATISTIC = (
     f"The step: mean of wall time, 20–80 % of device events in brackets. All else: medians of {PROFILED - 2} profiled "
     "steps; groups of kernels run beside each other"
@@ -78,7 +78,7 @@ def measure(plan: Plan, trace_path: Path | None = None) -> tuple[StepTimes, list
                 train, timed, trainer.model, module.stats, warm_up=plan.warm_up, depth=plan.depth, device=plan.device
             )
             say(f"{times.mean_ms:.3f} ms a step ({times})")
-            trace = profile(train, list(islice(drawn, SETTLE + PROFILED + AFTER)), trainer.model, plan, trace_path)
+            trace = profile(train, list(islice(drawn, WARMUP + PROFILED + AFTER)), trainer.model, plan, trace_path)
         return times, steps_of(trace) if plan.device.type == "cuda" else []
     finally:
         module.close()
@@ -94,7 +94,7 @@ def profile(
         path = path or Path(directory) / "trace.json"
         with torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(wait=0, warmup=SETTLE, active=PROFILED, repeat=1),
+            schedule=torch.profiler.schedule(wait=0, warmup=WARMUP, active=PROFILED, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         ) as profiler:
             for batch in tieredemb.prefetch(batches, model, plan.depth):

@@ -1,7 +1,7 @@
 """Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole.
 
-What several processes need is loaded when it is first asked for: most programs have one, and there are builds of torch
-without `torch.distributed`.
+What only several processes need is imported when it is first used: most programs are one process, and some builds of
+torch have no `torch.distributed`.
 """
 
 import importlib

@@ -41,8 +41,9 @@ FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127  # rows and updates are computed in fl
 
 
 def plain(value: Any) -> Any:
-    """`value` as Python's own int or float, where it is an integer of NumPy, of torch or of whoever else has
-    `__index__`, or a float of NumPy; a tuple of such; anything else, True and False of all kinds included, as it is."""
+    """`value` as Python's own int or float, if it is an integer of NumPy, of torch or of any class with `__index__`, or
+    a float of NumPy; a tuple of these likewise. Anything else, booleans of all kinds included, is returned
+    unchanged."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     if str(getattr(value, "dtype", "")) in ("bool", "torch.bool") or isinstance(value, bool):
@@ -105,8 +106,8 @@ C = TypeVar("C", bound="DataclassInstance")
 
 
 def by_name(config: type[C]) -> type[C]:
-    """A class decorator of configs, whose fields are keywords: what is given by position, as torch's optimizers are
-    given params, raises `ConfigTypeError`, which says how to write it."""
+    """A class decorator of configs, whose fields are keywords: a positional argument, such as params for torch's
+    optimizers, raises `ConfigTypeError`, which says how to write it."""
     make: Any = config.__init__
     names = [field.name for field in fields(config) if field.init]
 
@@ -293,8 +294,8 @@ class Feature(NamedTuple):
 
 
 def features_of(tables: Sequence[TableConfig]) -> list[Feature]:
-    """The features of a collection, in the order of its tables and of their `feature_names`: that of bags and of
-    outputs."""
+    """The features of a collection, in the order of its tables and of their `feature_names`. Bags and outputs have the
+    same order."""
     return [Feature(name, t) for t, table in enumerate(tables) for name in table.features]
 
 
@@ -372,22 +373,21 @@ class StepTerms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(abc.ABC):
-    """An optimizer of the tables' rows, applied in backward. Its subclasses are the optimizers that there are, and each
-    is a recipe from which all else follows: the config is `lookup/optimizers/<name>.py`, and its row update lies in
-    `<name>_cpu.py` and `<name>.cu` beside it.
+    """An optimizer of the tables' rows, applied in backward. Each subclass is one optimizer, as a recipe from which all
+    the rest is built: the config is in `lookup/optimizers/<name>.py`, and the row update in `<name>_cpu.py` and
+    `<name>.cu` beside it.
 
     The fields are the hyperparameters, numbers and pairs of numbers: what a param group holds. A pair `betas` is
     `beta1` and `beta2` to the methods below, which are given the param group's numbers as they are at a step.
 
-    Rows outside a batch stay as they are, or where the optimizer `is_dense` they are made to have moved when they are
-    next used: its row update has a part beside it then, in either language, that brings a row from the step it was last
-    at to the current one, and its config has `step_terms`. That is a pure function of the row and of numbers of the
-    steps.
+    Rows outside a batch do not change. If the optimizer `is_dense`, they catch up when they are next used: then its row
+    update has a second part, in both languages, that brings a row from its last step to the current one, and its config
+    has `step_terms`. The second part is a pure function of the row and of numbers of the steps.
     """
 
     lr: float
 
-    state: ClassVar[tuple[StateTensor, ...]] = ()  # what a row keeps, in the order in which it lies there
+    state: ClassVar[tuple[StateTensor, ...]] = ()  # what a row stores, in this order
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -411,12 +411,12 @@ class OptimizerConfig(abc.ABC):
 
     @abc.abstractmethod
     def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
-        """What the row update takes beside the rate, rounded to float32, in this order: by name in CUDA, unpacked on
-        the CPU. Raises `ConfigError` for hyperparameters that rows of this config's state cannot be updated with."""
+        """The arguments of the row update in addition to the rate, rounded to float32, in this order: by name in CUDA,
+        unpacked on the CPU. Raises `ConfigError` for hyperparameters that this config's state does not support."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether every row moves in every step: then a row's state ends with the step that it was last brought to."""
+        """Whether every row changes in every step: then a row's state ends with the step that it has caught up to."""
         return False
 
     @property
@@ -425,8 +425,8 @@ class OptimizerConfig(abc.ABC):
         return ()
 
     def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
-        """What the row update takes beside `numbers` that changes from step to step, behind those. The CUDA recipe
-        spells it too. For optimizers that are dense, whose tables take steps together."""
+        """The arguments of the row update after `numbers` that change from step to step. The CUDA recipe lists the same
+        ones. For dense optimizers, whose tables have one step count."""
         return {}
 
     def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
@@ -440,7 +440,7 @@ class OptimizerConfig(abc.ABC):
         return StepTerms(weight=0.0)
 
     def totals(self, steps: int) -> dict[str, float]:
-        """What torch keeps of a parameter after `steps` steps beside its tensors and their number, by name."""
+        """What torch keeps of a parameter after `steps` steps beside its tensors and the number of steps, by name."""
         return {}
 
     @property
@@ -468,8 +468,8 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 def used_decay(hyper: Mapping[str, float]) -> float:
-    """What of its weights is added to the gradient of a row that a step uses. Raises `ConfigError` where both kinds of
-    L2 are asked for."""
+    """The factor by which a row's weights are added to its gradient in a step that uses it. Raises `ConfigError` if
+    both kinds of L2 are set."""
     always, on_use = hyper["weight_decay"], hyper["weight_decay_on_use"]
     if always != 0 and on_use != 0:
         raise ConfigError(
@@ -521,8 +521,8 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int, of: str = "the 
     """Slots that `capacity` buys for a key space of `rows` rows.
 
     `capacity`: rows as an int, a share of the rows as a float in (0, 1], or bytes as a string, of which a slot takes
-    `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`, which says whose rows they are
-    (`of`) where the capacity is too much for them.
+    `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`, which names the owner of the
+    rows (`of`), if the capacity is too large for them.
     """
     if isinstance(capacity, str) and _SIZE.fullmatch(capacity):
         budget = parse_bytes(capacity)

@@ -31,8 +31,8 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def in_documentation(page: str, section: str) -> str:
-    """A place in the documentation, as a message names it: by titles, as an installed library has no files of it. The
-    message says what to do by itself, and this only what else is known."""
+    """A place in the documentation, named by titles, as an installed library has no files of it. The message itself
+    says what to do; the place only explains more."""
     return f"the page {page!r} of tieredemb's documentation, under {section!r}"
 
 

@@ -1,9 +1,9 @@
 """Operators of torch's dispatcher over tensors of your own: the lookup of the modules, without their tables.
 
-Rows of any tensor are pooled by the very kernels that the modules use, on the CPU and on a GPU, as `tieredemb::
+Rows of any tensor are pooled by the same kernels that the modules use, on the CPU and on a GPU, as `tieredemb::
 pooled_lookup`. It has fake implementations and gradients, so `torch.compile(fullgraph=True)` keeps it in one graph,
-where a module breaks it. `import tieredemb` leaves it out: `import tieredemb.ops` registers it, and
-`tieredemb.ops.pooled_lookup` or `torch.ops.tieredemb.pooled_lookup` is what to call. A process's first call loads
+where a module breaks it. `import tieredemb` does not register it, `import tieredemb.ops`
+does; call it as `tieredemb.ops.pooled_lookup` or `torch.ops.tieredemb.pooled_lookup`. A process's first call loads
 torch's compiler, as that of any operator written in Python does: some seconds.
 """
 
@@ -44,10 +44,11 @@ def pooled_lookup(
     and are rounded once; an empty bag is zero.
 
     Differentiable once by `weight`, whose gradient is dense and the same bits in every run, and by
-    `per_sample_weights`. Backward looks for the winners of a maximum again, so it needs the rows of the forward.
+    `per_sample_weights`. Backward finds the winners of a maximum again, so it needs the rows of the forward.
 
     Raises `InvalidInputError` for a wrong dtype, shape or device. On the CPU it is raised for values out of range too.
-    On a GPU nothing synchronises, so nobody sees them: a home of C or more counts as padding, offsets are cut to 0 … N.
+    On a GPU nothing synchronises, so they raise nothing: a home of C or more counts as padding, offsets are cut to 0 …
+    N.
 
     >>> from tieredemb.ops import pooled_lookup
     >>> weight = torch.arange(8.0).reshape(4, 2).requires_grad_()
@@ -170,7 +171,7 @@ class _Rows:
 
     @staticmethod
     def around(weight: Tensor) -> _Rows:
-        """With the state and marks that an SGD step asks for."""
+        """With the state and history that an SGD step needs."""
         state = weight.new_empty((len(weight), 0), dtype=torch.float32)
         return _Rows(weight, state, weight.new_empty(len(weight), dtype=torch.uint8))
 

@@ -49,8 +49,8 @@ def add_gradient(
     maxima alone."""
     bags, space, argmax = _bags(homes, offsets, len(out)), rows_space(grad.shape[1], mode), NO_ARGMAX
     if weight is not None and space.has_max:
-        argmax, again = np.full(grad.shape, -1, np.int32), carrier_view(weight.new_empty(grad.shape))
-        pool(carrier_view(weight.detach()), bags.keys, bags, space, NO_WEIGHTS, again, argmax)
+        argmax, recomputed = np.full(grad.shape, -1, np.int32), carrier_view(weight.new_empty(grad.shape))
+        pool(carrier_view(weight.detach()), bags.keys, bags, space, NO_WEIGHTS, recomputed, argmax)
     scale = NO_WEIGHTS if factors is None else factors.numpy()
     if factors is None and space.has_mean:
         scale = mean_scale(bags, space, bags.keys)

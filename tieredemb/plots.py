@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 PANEL_INCHES = (7.0, 4.8)
-# Okabe & Ito's palette: told apart by colour-blind readers too
+# Okabe & Ito's palette, which colour-blind readers can distinguish
 POLICY_COLORS = ("#D55E00", "#0072B2", "#009E73", "#E69F00")
 MARKERS = "osD^vP"
 REFERENCE_STYLES: dict[str, dict[str, Any]] = {

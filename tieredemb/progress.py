@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Advance = Callable[[int], object]  # told what was done since the last call
-_SILENT_SECONDS = 2.0  # what is over by then needs no bar
+Advance = Callable[[int], object]  # called with what was done since the last call
+_SILENT_SECONDS = 2.0  # what has ended by then needs no bar
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
-    """Yields what is to be called with each number of bytes, or of another `unit`, that is done, of `total`, where that
-    is known. Shows nothing without tqdm, and where stderr is no terminal."""
+    """Yields a function to call with each number of bytes, or of another `unit`, that is done, of `total`, if that is
+    known. Shows nothing without tqdm, or if stderr is no terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -28,8 +28,8 @@ def progress(title: str, total: int | None, unit: str = "B") -> Iterator[Advance
 
 
 class _LateBar:
-    """A bar that is made when it is to be seen. tqdm takes a lock for it that processes share: a child that was killed
-    with it keeps all others waiting, who had better not ask for it."""
+    """A bar that is made only when it is to be shown: tqdm takes a lock for it that processes share, and a child that
+    was killed while it held that lock would make all others wait."""
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
         self._title, self._total, self._unit = title, total, unit
@@ -47,7 +47,7 @@ class _LateBar:
         try:
             from tqdm import tqdm
         except ImportError:
-            self._begun = float("inf")  # nobody asks again
+            self._begun = float("inf")  # it is not tried again
             return None
         title, divisor = f"tieredemb: {self._title}", 1024 if self._unit == "B" else 1000
         return tqdm(total=self._total, desc=title, unit=self._unit, unit_scale=True, unit_divisor=divisor, leave=False)

@@ -100,10 +100,10 @@ def test_steps_leave_out_what_was_launched_between_them() -> None:
 
 def test_steps_have_kernels_whose_launch_the_trace_leaves_out() -> None:
     whole = trace([2000.0] * 4)
-    whole["traceEvents"].append(event("kernel", "missed_settle", 12_150.0, 5.0, stream=20, correlation=13))
+    whole["traceEvents"].append(event("kernel", "missed_resolve", 12_150.0, 5.0, stream=20, correlation=13))
     first, second = steps_of(whole)
-    assert [each.name for each in first.activities].count("missed_settle") == 1
-    assert all(each.name != "missed_settle" for each in second.activities)
+    assert [each.name for each in first.activities].count("missed_resolve") == 1
+    assert all(each.name != "missed_resolve" for each in second.activities)
 
 
 def test_traces_of_too_few_steps_are_refused() -> None:

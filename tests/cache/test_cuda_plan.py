@@ -59,11 +59,11 @@ class Plans:
 
     def end_in_two(self):
         self.plan.choose(self.missed)
-        self.plan.settle(self.homes, self.missed, self.overflow, ASSIGN | PUBLISH)
+        self.plan.resolve(self.homes, self.missed, self.overflow, ASSIGN | PUBLISH)
 
     def end_in_one(self):
         self.plan.place(self.missed, lag=self.lag)
-        self.plan.settle(self.homes, self.missed, self.overflow, PUBLISH)
+        self.plan.resolve(self.homes, self.missed, self.overflow, PUBLISH)
 
     def memory(self):
         """All that the end of a plan reads and writes."""

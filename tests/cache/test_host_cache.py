@@ -18,7 +18,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.policy import scoring
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, TicketLedger
 from tieredemb.errors import ForkedError, StorageError, StorageFullError
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.kernels.constants import DROPPED, MIN_SCORE
@@ -191,31 +191,31 @@ def test_rows_of_a_ticket_in_flight_are_never_evicted():
 def test_a_dropped_ticket_is_released_by_the_collector():
     cache = make_cache(2)
     ticket = cache.plan(keys_of([1, 2]))
-    assert cache._book.live == {ticket.batch}
+    assert cache._tickets.live == {ticket.batch}
     del ticket
     gc.collect()
-    assert not cache._book.live
+    assert not cache._tickets.live
 
 
 def test_a_hold_locks_what_is_in_flight_and_what_follows():
     """For a plan that has yet to begin on another thread: whatever ends until then stays locked for it."""
-    book = TicketBook()
-    first, second = Empty(3, book), Empty(4, book)
+    tickets = TicketLedger()
+    first, second = Empty(3, tickets), Empty(4, tickets)
     for flight in (first, second):
-        book.open(flight, ids=10)
-    hold, later = book.hold(5), book.hold(5)
+        tickets.open(flight, ids=10)
+    hold, later = tickets.hold(5), tickets.hold(5)
     first.release()
-    assert (book.live, book.oldest(5)) == ({4}, 3)
+    assert (tickets.live, tickets.oldest(5)) == ({4}, 3)
     hold.release()
     second.release()
-    assert (book.live, book.oldest(6)) == (set(), 3)
+    assert (tickets.live, tickets.oldest(6)) == (set(), 3)
     later.release()
-    assert book.oldest(6) == 6
-    following = book.hold(6)  # nothing is in flight, but batches may begin and end before its plan does
-    assert book.oldest(9) == 6
+    assert tickets.oldest(6) == 6
+    following = tickets.hold(6)  # nothing is in flight, but batches may begin and end before its plan does
+    assert tickets.oldest(9) == 6
     del following
     gc.collect()
-    assert book.oldest(9) == 9
+    assert tickets.oldest(9) == 9
 
 
 def test_whole_cache_is_served_from_one_slot():
@@ -520,23 +520,23 @@ class Empty(Flight):
 
 def test_batches_released_after_a_ticket_in_flight_count_as_locked():
     """Their rows are: the lock asks whether a row's last batch is older than the oldest ticket."""
-    book = TicketBook()
-    flights = [Empty(batch, book) for batch in range(1, 6)]
+    tickets = TicketLedger()
+    flights = [Empty(batch, tickets) for batch in range(1, 6)]
     for flight, uncached in zip(flights, (False, False, True, False, False), strict=True):
-        book.open(flight, ids=10 * flight.batch, uncached=uncached)
+        tickets.open(flight, ids=10 * flight.batch, uncached=uncached)
     flights[0].release()
     for flight in flights[2:]:
         flight.release()
-    assert (book.live, book.oldest(6)) == ({2}, 2)
-    assert book.locked(2) == (20 + 30 + 40 + 50, True)
+    assert (tickets.live, tickets.oldest(6)) == ({2}, 2)
+    assert tickets.locked(2) == (20 + 30 + 40 + 50, True)
     flights[1].release()
-    assert (book.live, book.oldest(6)) == (set(), 6)
-    assert book.locked(5) == (50, False)  # released batches lock on while an older one is in flight
-    book.reset()  # batches go back, as after a checkpoint
-    assert book.locked(2) == (0, False)
-    book.open(Empty(2, book), ids=7)
-    assert book.locked(2) == (7, False)
-    assert book.locked(3) == (0, False)
+    assert (tickets.live, tickets.oldest(6)) == (set(), 6)
+    assert tickets.locked(5) == (50, False)  # released batches lock on while an older one is in flight
+    tickets.reset()  # batches go back, as after a checkpoint
+    assert tickets.locked(2) == (0, False)
+    tickets.open(Empty(2, tickets), ids=7)
+    assert tickets.locked(2) == (7, False)
+    assert tickets.locked(3) == (0, False)
 
 
 def test_ticket_whose_finaliser_was_interrupted_is_forgotten():

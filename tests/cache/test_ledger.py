@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tieredemb.cache.device.effects import NOTHING_PLANNED, ONE_PLAN
 from tieredemb.cache.device.ledger import Ledger
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, TicketLedger
 from tieredemb.errors import StorageError
 
 
@@ -27,8 +27,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(start=st.sampled_from([0, 1000]))
     def begins(self, start):
-        self.book = TicketBook()
-        self.ledger = Ledger(self.book)
+        self.tickets = TicketLedger()
+        self.ledger = Ledger(self.tickets)
         self.batches, self.flights, self.holds, self.steps = {}, {}, [], []
         self.restarts(start)
 
@@ -67,8 +67,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.eager = begun.number
 
     def opens(self, begun, ids, uncached):
-        flight = PlainFlight(begun.number, self.book)
-        self.book.open(flight, ids, uncached)
+        flight = PlainFlight(begun.number, self.tickets)
+        self.tickets.open(flight, ids, uncached)
         self.flights[begun.number], self.batches[begun.number] = flight, (ids, uncached)
 
     @rule(ids=st.integers(1, 9), uncached=st.booleans(), fails=st.sampled_from(["", "", "", "early", "late"]))
@@ -117,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def restarts(self, batch):
         self.ledger.restart(batch)
         self.holds.clear()
-        self.book.forget_dropped()
+        self.tickets.forget_dropped()
         self.last = self.eager = batch
         self.batches.clear()
 
@@ -178,14 +178,14 @@ class LedgerMachine(RuleBasedStateMachine):
         for batch in ended:
             self.flights.pop(batch).release()
         for number, *_ in locked:
-            self.flights[first + number] = PlainFlight(first + number, self.book)
-            self.book.open(self.flights[first + number])
+            self.flights[first + number] = PlainFlight(first + number, self.tickets)
+            self.tickets.open(self.flights[first + number])
 
     @invariant()
     def agrees(self):
         if hasattr(self, "ledger"):
             assert self.ledger.last == self.last
-            assert self.book.live == set(self.flights)
+            assert self.tickets.live == set(self.flights)
 
 
 TestLedger = LedgerMachine.TestCase
@@ -194,8 +194,8 @@ TestLedger.settings = settings(max_examples=300, stateful_step_count=30)
 
 def test_a_hold_amid_a_plan_keeps_what_is_being_planned():
     """The thread that plans ahead may come before the batch is in flight."""
-    book = TicketBook()
-    ledger = Ledger(book)
+    tickets = TicketLedger()
+    ledger = Ledger(tickets)
     ledger.begin()
     ledger.count(ONE_PLAN)
     hold = ledger.hold()
@@ -207,14 +207,14 @@ def test_a_hold_amid_a_plan_keeps_what_is_being_planned():
 
 def test_a_plan_finds_locked_what_was_released_since_its_hold():
     """It may come, on the device, before what was launched for that."""
-    book = TicketBook()
-    ledger = Ledger(book)
+    tickets = TicketLedger()
+    ledger = Ledger(tickets)
     flights = []
     for _ in range(3):
         begun = ledger.begin()
         ledger.count(ONE_PLAN)
-        flights.append(PlainFlight(begun.number, book))
-        book.open(flights[-1], 1)
+        flights.append(PlainFlight(begun.number, tickets))
+        tickets.open(flights[-1], 1)
         ledger.over()
     flights[0].release()
     hold = ledger.hold()
@@ -230,14 +230,14 @@ def test_a_plan_finds_locked_what_was_released_since_its_hold():
 @pytest.mark.parametrize(("ids", "more"), [(5, 0), (4, 0), (6, 0), (5, 1)])
 def test_a_step_is_replayed_over_no_more_than_was_locked_at_its_capture(ids, more):
     """Its plans look no further back, and have room for no more rows without a slot."""
-    book = TicketBook()
-    ledger = Ledger(book)
+    tickets = TicketLedger()
+    ledger = Ledger(tickets)
 
     def plan(ids):
         begun = ledger.begin()
         ledger.count(ONE_PLAN)
-        flight = PlainFlight(begun.number, book)
-        book.open(flight, ids)
+        flight = PlainFlight(begun.number, tickets)
+        tickets.open(flight, ids)
         ledger.over()
         return flight
 

@@ -1,4 +1,4 @@
-"""The books of transfers that a plan on a GPU leaves for later, without a GPU: what is pending, and what has come."""
+"""The transfers that a plan on a GPU defers, without a GPU: what is pending, and what has come."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlannedBatch:
         self.batch, self.is_complete, self.failed, self.plan, self.ready = batch, True, False, None, None
 
 
-class Books:
+class Pending:
     """A planner over nothing, and what its transfers have done."""
 
     def __init__(self):
@@ -63,34 +63,34 @@ class Books:
 
 
 def test_what_was_left_comes_in_its_order():
-    books = Books()
-    tickets = [books.leave(name) for name in ("first", "second")]
-    assert not books.planner.is_over
-    books.planner.finish_last(usable=True)
-    assert books.done == ["first", "second"]
-    assert books.planner.is_over
+    pending = Pending()
+    tickets = [pending.leave(name) for name in ("first", "second")]
+    assert not pending.planner.is_over
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["first", "second"]
+    assert pending.planner.is_over
     assert all(ticket.is_complete and not ticket.failed for ticket in tickets)
 
 
 def test_rows_come_whatever_is_suspect():
     """Their slots have other keys already, and what is there is to go where it belongs."""
-    books = Books()
-    ticket = books.leave("rows")
-    books.planner.finish_last(usable=False)
-    assert books.done == ["rows"]
+    pending = Pending()
+    ticket = pending.leave("rows")
+    pending.planner.finish_last(usable=False)
+    assert pending.done == ["rows"]
     assert ticket.is_complete
     assert not ticket.failed
 
 
 def test_what_is_interrupted_stays_pending():
-    books = Books()
-    ticket, books.rows.fails = books.leave("rows"), KeyboardInterrupt()
+    pending = Pending()
+    ticket, pending.rows.fails = pending.leave("rows"), KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        books.planner.finish_last(usable=True)
-    assert not books.planner.is_over
+        pending.planner.finish_last(usable=True)
+    assert not pending.planner.is_over
     assert not ticket.is_complete
-    books.planner.finish_last(usable=True)
-    assert books.done == ["rows"]
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["rows"]
 
 
 @pytest.fixture
@@ -103,73 +103,73 @@ def capturing(monkeypatch):
 
 def test_what_a_capture_has_launched_is_pending_again_where_that_was_given_up(capturing):
     """In front of what the capture has left, until somebody has seen its replay."""
-    books = Books()
-    ticket = books.leave("before")
-    books.planner.begin_capture()
+    pending = Pending()
+    ticket = pending.leave("before")
+    pending.planner.begin_capture()
     capturing[0] = True
     for _ in range(2):  # amid the capture it is launched once, and has not come
-        books.planner.finish_last(usable=True)
-        assert books.done == ["before"]
+        pending.planner.finish_last(usable=True)
+        assert pending.done == ["before"]
         assert not ticket.is_complete
-    books.leave("since")
+    pending.leave("since")
     capturing[0] = False
-    books.planner.end_capture()
-    books.planner.finish_last(usable=True)
-    assert books.done == ["before", "before", "since"]
+    pending.planner.end_capture()
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["before", "before", "since"]
     assert ticket.is_complete
-    assert books.planner.is_over
+    assert pending.planner.is_over
 
 
 def test_what_a_capture_has_launched_has_come_once_that_was_replayed(capturing):
-    books = Books()
-    before = books.leave("before")
-    books.planner.begin_capture()
+    pending = Pending()
+    before = pending.leave("before")
+    pending.planner.begin_capture()
     capturing[0] = True
-    books.planner.finish_last(usable=True)
-    since = books.leave("since")
+    pending.planner.finish_last(usable=True)
+    since = pending.leave("since")
     capturing[0] = False
-    books.planner.end_capture(ran=True)
+    pending.planner.end_capture(ran=True)
     assert before.is_complete
     assert not since.is_complete
-    books.planner.finish_last(usable=True)
-    assert books.done == ["before", "since"]
-    assert books.planner.is_over
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["before", "since"]
+    assert pending.planner.is_over
 
 
 def test_slots_are_given_once_after_a_capture_that_nobody_has_ended(capturing):
     """What comes then begins with them, before it is to know of rows."""
-    books = Books()
-    books.leave("rows", uncached=True)
-    books.planner.begin_capture()
+    pending = Pending()
+    pending.leave("rows", uncached=True)
+    pending.planner.begin_capture()
     capturing[0] = True
-    books.planner.place_last()
+    pending.planner.place_last()
     capturing[0] = False
-    books.planner.place_last()
-    books.planner.publish_last()
-    books.planner.finish_last(usable=True)
-    assert books.rows.placed == ["rows", "rows"]  # by the capture, which has not run, and for good
-    assert books.done == ["rows"]
+    pending.planner.place_last()
+    pending.planner.publish_last()
+    pending.planner.finish_last(usable=True)
+    assert pending.rows.placed == ["rows", "rows"]  # by the capture, which has not run, and for good
+    assert pending.done == ["rows"]
 
 
 def test_what_a_replay_has_brought_is_pending_no_more():
-    books = Books()
-    came, left = books.leave("came"), books.leave("left")
-    books.planner.rows_arrived([came])
+    pending = Pending()
+    came, left = pending.leave("came"), pending.leave("left")
+    pending.planner.rows_arrived([came])
     assert came.is_complete
     assert not left.is_complete
-    books.planner.finish_last(usable=True)
-    assert books.done == ["left"]
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["left"]
 
 
 def test_nothing_is_to_come_to_slots_that_were_emptied():
-    books = Books()
-    ticket = books.leave("rows")
-    books.planner.forget()
+    pending = Pending()
+    ticket = pending.leave("rows")
+    pending.planner.forget()
     assert ticket.failed
     assert ticket.is_complete
-    assert books.planner.is_over
-    books.planner.finish_last(usable=True)
-    assert books.done == ["rows forgotten"]
+    assert pending.planner.is_over
+    pending.planner.finish_last(usable=True)
+    assert pending.done == ["rows forgotten"]
 
 
 def test_a_batch_is_planned_to_where_the_one_before_was():

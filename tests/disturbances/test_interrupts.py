@@ -556,7 +556,7 @@ def test_interrupt_where_a_history_gets_more_room(device, monkeypatch):
     """Of a dense optimizer's steps, before every line of the file that keeps them on the host."""
     if device == "cuda":
         pytest.skip("a GPU keeps its steps by a kernel, and makes room between steps")
-    monkeypatch.setattr("tieredemb.lookup.history._FIRST_ROOM", 4)
+    monkeypatch.setattr("tieredemb.lookup.history._FIRST_CAPACITY", 4)
     inside = PACKAGE + "lookup/history.py"
 
     def made() -> Any:

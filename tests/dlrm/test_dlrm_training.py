@@ -329,7 +329,7 @@ def test_profile_of_replays_goes_by_the_names_of_kernels() -> None:
         event("ProfilerStep*", "CUDA", 9e9, annotation=True),
         event("aten::copy_", "CPU", 50.0),
         event("keys_find", "CUDA", 2000.0),
-        event("missed_settle", "CUDA", 4000.0),
+        event("missed_resolve", "CUDA", 4000.0),
         event("rows_swap", "CUDA", 10_000.0),
         event("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int*)", "CUDA", 1000.0),
         event("bags_pool", "CUDA", 3000.0),

@@ -110,7 +110,7 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
     assert read_for(file, row_flags(file, dtype, width))[0] == ""
 
 
-BATCHES = [(("-DUNALIGNED",),), (("-DUNCACHED", "-DHAS_MAX"),), (("-DSHARED", "-DHAS_MAX"),), (("-DAPART",),)]
+BATCHES = [(("-DUNALIGNED",),), (("-DUNCACHED", "-DHAS_MAX"),), (("-DSHARED", "-DHAS_MAX"),), (("-DSEPARATE",),)]
 LOOKUPS = ("cache/plan.cu", "lookup/embedding_bag.cu", "sharding/occurrences.cu")
 
 
@@ -121,7 +121,7 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert read_for(file, (*row_flags(file, torch.bfloat16, 12), *flags))[0] == ""
 
 
-AWAY = ("-DUNCACHED", "-DAPART")
+AWAY = ("-DUNCACHED", "-DSEPARATE")
 
 
 # each format with either, and either in vectors and without: all of them take these compilers minutes

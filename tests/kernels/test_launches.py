@@ -32,7 +32,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import compiler
 from tieredemb.kernels.arguments import signature, struct_type
 from tieredemb.kernels.compiler import Kernel
-from tieredemb.kernels.constants import ASSIGN, DROPPED, MOST_JOINED, MOST_TOLD, PUBLISH
+from tieredemb.kernels.constants import ASSIGN, DROPPED, MOST_ADDRESSES, MOST_JOINED, PUBLISH
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.kernels.spread import RowSpread
@@ -260,7 +260,7 @@ def test_a_spoilt_step_is_refused_by_a_launch_that_fits(launched, tables, is_den
     report, number = torch.zeros(words_of("Report"), dtype=torch.int64), torch.zeros(())
     refuse_spoilt(
         torch.zeros(2), tables, None if is_dense else number, number, report.data_ptr(), is_dense=is_dense,
-        apart=tables is not None,
+        separate=tables is not None,
     )  # fmt: skip
     assert launched == ["spoilt_refuse"]
 
@@ -300,8 +300,8 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         )
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
             lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers, past, steps)
-    told = lookup.addresses([torch.zeros(4)] * (MOST_TOLD + 1))
-    assert (told.shape, told.dtype) == ((MOST_TOLD + 1,), torch.int64)
+    told = lookup.addresses([torch.zeros(4)] * (MOST_ADDRESSES + 1))
+    assert (told.shape, told.dtype) == ((MOST_ADDRESSES + 1,), torch.int64)
     dense = {"segments_catch_up", "rows_keep_replayed", "rows_read_current", "step_end"}
     if past is not None:
         lookup.catch_up(hot, overflow, segments, fault, past, steps)
@@ -418,7 +418,7 @@ def test_long_batches_are_sorted_by_torch(launched, monkeypatch):
 
 def test_tables_apart_are_looked_up_and_updated_as_one(launched):
     space = a_space()
-    lookup = DeviceLookup(space, RowFormat(width=8), te.SGD(lr=0.1), apart=True)
+    lookup = DeviceLookup(space, RowFormat(width=8), te.SGD(lr=0.1), separate=True)
     bags, fault = found_bags(space)
     lookup.pool(hot_rows(state=0), NOWHERE, torch.zeros(10, dtype=torch.int32), bags, None, torch.zeros(6, 8), None)
     segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
@@ -426,8 +426,10 @@ def test_tables_apart_are_looked_up_and_updated_as_one(launched):
     tables = torch.tensor([1, 3], dtype=torch.int32)
     rate, numbers = lookup.begin(options, steps, fault, Scaling(), segments.work, None, tables)
     grad = torch.zeros(6, 8)
-    for apart in (None, torch.zeros(2, dtype=torch.int64)):
-        lookup.update(hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=apart)
+    for separate in (None, torch.zeros(2, dtype=torch.int64)):
+        lookup.update(
+            hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=separate
+        )
     assert {*launched} >= {"bags_pool", "step_begin", "segments_update", "long_segments_update"}
 
 
@@ -464,10 +466,10 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.begin(missed, kind, lag=1, client=client, overflow=overflow)
         plan.find(keys, homes, missed, kind, overflow=overflow)
     plan.place(missed, lag=1)
-    plan.settle(homes, missed, overflow, PUBLISH)
+    plan.resolve(homes, missed, overflow, PUBLISH)
     plan.choose(missed)
     for part in (0, ASSIGN | PUBLISH):
-        plan.settle(homes, missed, overflow, part)
+        plan.resolve(homes, missed, overflow, part)
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
     assert index.isdisjoint(launched) != overflow.uncached
@@ -504,7 +506,7 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
         plan = BatchPlan(homes, missed, False, PlanKind(ahead=ahead), None)
         transfer.start(plan)
         assert plan.phase is Phase.MOVED
-    assert launched == 2 * ["missed_place", "missed_settle", "rows_swap", "rows_generate"]
+    assert launched == 2 * ["missed_place", "missed_resolve", "rows_swap", "rows_generate"]
     transfer.load(torch.arange(5), torch.arange(5, dtype=torch.int32))
     ((first_key, first_slot, rows),) = hot.resident
     assert (first_key, first_slot, rows) == (60, 20, 10)
@@ -598,7 +600,7 @@ SPACE = struct_type("lookup/bags.cu", "Space")
 
 
 def test_struct_has_the_bytes_of_its_fields():
-    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7, apart=1)
+    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7, separate=1)
     assert space == struct.pack("@qqqqqqii", 0, 3, KEYS.data_ptr(), 0, 2**40, CELLS.data_ptr(), 7, 1)
     assert len(space) == read("lookup/bags.cu").layout("Space").size
     assert any(field is KEYS for field in space.fields)  # else its memory might be another's at the launch
@@ -620,7 +622,7 @@ def test_struct_is_packed_where_c_aligns_it():
 @pytest.mark.parametrize("bad", [{"first": KEYS.int()}, {"first": CELLS[:, 0]}, {"padding": 3}])
 def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
     fields = {"blocks": 0, "features": KEYS, "first": KEYS, "size": KEYS, "padding": KEYS, "resident": KEYS}
-    fields |= {"n_features": 2, "apart": 0}
+    fields |= {"n_features": 2, "separate": 0}
     check = Kernel("lookup/bags.cu", "offsets_check")
     check(1, 32, KEYS, 3, 3, 3, True, 1, SPACE(**fields), KEYS, KEYS)
     for space in (SPACE(**{**fields, **bad}), bytes(SPACE(**fields)), 0):
@@ -641,7 +643,7 @@ def test_kernel_refuses_a_flag_that_is_none():
 def test_tables_that_take_steps_of_their_own_are_updated_by_launches_that_fit(launched, optimizer):
     space = a_space()
     row = RowFormat(width=space.space.width, state_width=state_width(optimizer, space.space.width))
-    lookup = DeviceLookup(space, row, optimizer, apart=True)
+    lookup = DeviceLookup(space, row, optimizer, separate=True)
     bags, fault = found_bags(space)
     segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
     options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
@@ -658,4 +660,4 @@ def test_tables_that_take_steps_of_their_own_are_updated_by_launches_that_fit(la
         found = lookup.read_current(hot, NOWHERE, homes, past, steps, bag=bags.bag, batch=3, tables=tables)
         assert found[1].shape == (10,)
         assert {"segments_catch_up", "rows_keep_replayed", "rows_read_current"} <= {*launched}
-    assert "-DAPART" in lookup._update
+    assert "-DSEPARATE" in lookup._update

@@ -67,11 +67,11 @@ def test_what_was_begun_ahead_is_waited_for(modules, compiler):
 def test_all_that_was_begun_can_be_waited_for(modules, compiler):
     for file in ("a.cu", "b.cu", "c.cu"):
         modules.prepare(file, FLAGS, 0, "one")
-    modules.settle()
+    modules.wait_for_begun()
     assert sorted(file for file, *_ in compiler.compiled) == ["a.cu", "b.cu", "c.cu"]
     compiler.error = ValueError("no such kernel")
     modules.prepare("d.cu", FLAGS, 0, "one")
-    modules.settle()  # who needs it finds out
+    modules.wait_for_begun()  # who needs it finds out
 
 
 def test_a_failure_is_raised_by_each_call_and_forgotten(modules, compiler):

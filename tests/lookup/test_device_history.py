@@ -8,7 +8,7 @@ import torch
 
 import tieredemb as te
 from tieredemb.errors import BackwardError
-from tieredemb.kernels.constants import MARK_REFUSED, MARK_REPLAYED
+from tieredemb.kernels.constants import HISTORY_REFUSED, HISTORY_REPLAYED
 from tieredemb.lookup.device_history import DeviceHistory
 from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.optimizer import hyperparameters, new_history
@@ -43,16 +43,16 @@ def test_a_history_comes_back_from_a_device_as_it_went():
 
 def test_replayed_steps_are_counted_on_when_a_history_is_replaced():
     on_device = DeviceHistory(history_of(5), torch.tensor([5], device="cpu"))
-    on_device._marks[MARK_REPLAYED] += 3
+    on_device._words[HISTORY_REPLAYED] += 3
     on_device.adopt(history_of(2))
-    on_device._marks[MARK_REPLAYED] += 4
+    on_device._words[HISTORY_REPLAYED] += 4
     assert on_device.replayed() == 7
 
 
 def test_steps_that_were_refused_are_told_once():
     on_device = DeviceHistory(history_of(5), torch.tensor([5], device="cpu"))
     on_device.check()
-    on_device._marks[MARK_REFUSED] += 2
+    on_device._words[HISTORY_REFUSED] += 2
     with pytest.raises(BackwardError, match=r"2 step\(s\) of a CUDA graph were refused.*upload"):
         on_device.check()
     on_device.check()

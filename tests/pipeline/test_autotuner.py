@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tieredemb as te
-from tieredemb.pipeline.autotuner import AGAIN, FIRST, LAST, MOST_CUT, SETTLE, SPAN, SPANS, Autotuner
+from tieredemb.pipeline.autotuner import FIRST, LAST, MOST_CUT, REPEAT, SPAN, SPANS, UNTIMED, Autotuner
 
 TRIAL = SPAN * sum(SPANS)
 
@@ -55,13 +55,13 @@ def test_the_faster_way_stays(clock, alone, stays):
     autotuner = Autotuner(torch.device("cuda", 0), 2)
     found = run(autotuner, clock, 100, alone=alone)
     before, other, after = (SPAN * spans for spans in SPANS)
-    settle = 1 + SETTLE + 2  # the first of them, and those that were planned before it
+    untimed = 1 + UNTIMED + 2  # the first of them, and those that were planned before it
     first = FIRST + before
     assert found[:first] == [True] * first
-    assert found[first : first + settle + other] == [False] * (settle + other)
-    second = first + settle + other
-    assert found[second : second + settle + after] == [True] * (settle + after)
-    assert set(found[second + settle + after + SPAN :]) == {stays}
+    assert found[first : first + untimed + other] == [False] * (untimed + other)
+    second = first + untimed + other
+    assert found[second : second + untimed + after] == [True] * (untimed + after)
+    assert set(found[second + untimed + after + SPAN :]) == {stays}
 
 
 @pytest.mark.parametrize(("alone", "stays"), [(1.1, True), (0.9, False)])
@@ -88,7 +88,7 @@ def test_a_bad_moment_of_a_whole_trial_is_made_good_by_those_after_it(clock, fas
         found.append(autotuner.ahead)
         clock.now += 1.0 if autotuner.ahead == faster else 1.3
         clock.now += 5.0 * (autotuner.ahead == faster and step < FIRST + TRIAL + 20)
-    assert (not faster) in found[FIRST + TRIAL + 20 :][:AGAIN]
+    assert (not faster) in found[FIRST + TRIAL + 20 :][:REPEAT]
     assert set(found[-20:]) == {faster}
 
 
@@ -103,7 +103,7 @@ def test_one_trial_does_not_overrule_two(clock, faster):
         pass
     found = run(autotuner, clock, TRIAL, **bad) + run(autotuner, clock, 300, **times)
     tried = "".join("01"[each == faster] for each in found).split("1")
-    assert max(map(len, tried)) <= 1 + SETTLE + 1 + SPAN * SPANS[1]
+    assert max(map(len, tried)) <= 1 + UNTIMED + 1 + SPAN * SPANS[1]
     assert found[-100:] == [faster] * 100
 
 

@@ -60,7 +60,7 @@ def captures(device, monkeypatch):
     monkeypatch.setattr(captured, "DeviceGroup", HostGroup)
     monkeypatch.setattr(graphs, "_gpus", lambda forwards: [cpu for _ in forwards])
     monkeypatch.setattr(captured, "check_capturable", lambda *_: None)
-    monkeypatch.setattr(HostCache, "may_replay", lambda cache: not cache._book.live, raising=False)
+    monkeypatch.setattr(HostCache, "may_replay", lambda cache: not cache._tickets.live, raising=False)
     monkeypatch.setattr(HostCache, "entered", lambda cache, checked: cache.whole(), raising=False)
 
 

@@ -65,7 +65,7 @@ def test_training_step_does_not_wait_for_the_gpu(case):
         step(batch)
     with torch.no_grad():
         model(*batches[0][:2])
-    MODULES.settle()  # what is compiled ahead takes cores that steps wait for
+    MODULES.wait_for_begun()  # what is compiled ahead takes cores that steps wait for
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP)
     done = torch.cuda.Event()

@@ -383,9 +383,9 @@ def test_outputs_that_are_gone_are_collected_at_once(device):
     try:
         for count in (0, 1, TABLES):
             rows = model(matrices(1)[0][0])[:count]
-            assert len(model.emb[0].tables.whole.groups[0].cache._book.live) == min(count, 1)
+            assert len(model.emb[0].tables.whole.groups[0].cache._tickets.live) == min(count, 1)
             del rows
-            assert not model.emb[0].tables.whole.groups[0].cache._book.live
+            assert not model.emb[0].tables.whole.groups[0].cache._tickets.live
         optimizer.zero_grad()
     finally:
         gc.enable()
@@ -638,7 +638,7 @@ def test_lookups_that_lose_their_gradients_leave_no_circle(device):
     try:
         for (x,) in matrices(4):
             step(x)
-            assert not model.emb[0].tables.whole.groups[0].cache._book.live
+            assert not model.emb[0].tables.whole.groups[0].cache._tickets.live
     finally:
         gc.enable()
     assert not [each for each in gc.get_objects() if issubclass(type(each), Forwards)]  # others' may be dead proxies

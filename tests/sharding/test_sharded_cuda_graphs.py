@@ -243,7 +243,7 @@ class Mixed(Run):
 @pytest.mark.parametrize("aside", [False, True])
 def test_bags_of_this_process_that_are_planned_as_one(with_itself, replayed, aside):
     """Their plan comes behind what their last one has left, whatever is found out of the ranks' ids beside that; and
-    behind their update, which is over on the books by then: it may take rows that this uses where they lie."""
+    behind their update, which the ledger counts as ended by then: it may take rows that this uses where they lie."""
     plain, ranks = Mixed(None), Mixed("every other", aside=aside)
     train, generator = te.graph_step(ranks.step, max_ids=LONGEST), torch.Generator("cuda").manual_seed(3)
     given = [

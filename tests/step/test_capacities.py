@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tieredemb.kernels.recorder import Recorder
-from tieredemb.step.capacities import LEAST_ROOM, MOST_CAPACITIES, STEPS_AN_OCTAVE, Capacities, room_for
+from tieredemb.step.capacities import LEAST_CAPACITY, MOST_CAPACITIES, STEPS_AN_OCTAVE, Capacities, capacity_for
 
 STEPS, WARM_UP = 400, 50
 
@@ -29,7 +29,7 @@ def replayed(steps):
     found, excess = [], []
     for counts in steps:
         rooms = capacities.of(counts)
-        assert all(room >= count for room, count in zip(rooms, counts, strict=True))
+        assert all(capacity >= count for capacity, count in zip(rooms, counts, strict=True))
         key = tuple(rooms)
         found.append(recorder.find(key) is not None)
         if not found[-1]:
@@ -72,23 +72,23 @@ def test_most_steps_of_batches_whose_size_changes_are_replayed(grows):
 def test_batches_of_one_size_have_little_more_room_than_they_need():
     capacities = Capacities()
     for counts in ([100_000, 70_000], [9, 1_000_000]):
-        assert [capacities.of(counts) for _ in range(5)] == [[*map(room_for, counts)]] * 5
+        assert [capacities.of(counts) for _ in range(5)] == [[*map(capacity_for, counts)]] * 5
 
 
 def test_far_smaller_batches_have_capacities_of_their_own():
     capacities = Capacities()
     large, small = [10**6], [10**5]
-    assert capacities.of(large) == [room_for(10**6)]
-    assert capacities.of(small) == [room_for(10**5)]
-    assert capacities.of(large) == [room_for(10**6)]
-    assert capacities.of([10**6 - 1000]) == [room_for(10**6)]
+    assert capacities.of(large) == [capacity_for(10**6)]
+    assert capacities.of(small) == [capacity_for(10**5)]
+    assert capacities.of(large) == [capacity_for(10**6)]
+    assert capacities.of([10**6 - 1000]) == [capacity_for(10**6)]
 
 
 def test_a_capacity_grows_by_more_than_it_has_to():
     capacities = Capacities()
     (first,) = capacities.of([10**5])
     count = first + 1
-    assert capacities.of([count]) == [room_for(count + count // STEPS_AN_OCTAVE)]
+    assert capacities.of([count]) == [capacity_for(count + count // STEPS_AN_OCTAVE)]
     assert capacities.of([10**5]) == capacities.of([count])  # in the place of the first
 
 
@@ -102,7 +102,7 @@ def test_the_capacities_used_last_are_known():
 
 def test_rooms_are_few_and_not_much_larger():
     for n in [1, 255, 256, 257, 4095, 4096, 4097, 10**5, 10**6 + 1, 2**28]:
-        room = room_for(n)
-        assert n <= room <= max(n + LEAST_ROOM - 1, n * (1 + 1 / STEPS_AN_OCTAVE))
-    assert room_for(0) == 0
-    assert len({room_for(n) for n in range(2**16, 2**17)}) <= STEPS_AN_OCTAVE + 1
+        capacity = capacity_for(n)
+        assert n <= capacity <= max(n + LEAST_CAPACITY - 1, n * (1 + 1 / STEPS_AN_OCTAVE))
+    assert capacity_for(0) == 0
+    assert len({capacity_for(n) for n in range(2**16, 2**17)}) <= STEPS_AN_OCTAVE + 1

@@ -812,5 +812,5 @@ def test_a_loop_that_is_left_keeps_nothing_locked(joined):
             break
     del outputs
     cache = model.tables[0].tables.groups[0].cache
-    assert not cache._book.live
+    assert not cache._tickets.live
     model.tables[0].flush()

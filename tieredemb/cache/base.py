@@ -18,7 +18,7 @@ from tieredemb.cache.changes import IntentLog, Part, Suspects
 from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import scoring
 from tieredemb.cache.stats import CacheStats
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, TicketLedger
 from tieredemb.config import LFU, Array, Policy
 from tieredemb.errors import ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
@@ -30,7 +30,7 @@ NO_WORDS = np.empty(0, STATE_DTYPE)
 
 
 class Look(NamedTuple):
-    """What a cache had counted when somebody looked at its use: plans, batches, and lookups."""
+    """Counters of a cache at the time when its use was last looked at: plans, batches, and lookups."""
 
     plans: int = 0
     batches: int = 0
@@ -39,9 +39,9 @@ class Look(NamedTuple):
 
 class ScoreSample(NamedTuple):
     """Scores of a cache at one time. `time`: of the last plan, which scores are relative to · `score`: uint32 (K,), of
-    slots at equal distances, without those of resident tables; 0 where a slot is empty · `slots_each`: how many slots
-    each of them represents · `has_slot`: bool (N,), of each key that was asked for, whether it is in a slot, so that
-    the score in cold storage is an old one."""
+    slots at equal distances, without those of resident tables; 0 if a slot is empty · `slots_each`: how many slots each
+    of them represents · `has_slot`: bool (N,), for each requested key whether it is in a slot, so that its score in
+    cold storage is outdated."""
 
     time: int
     score: Array
@@ -50,10 +50,10 @@ class ScoreSample(NamedTuple):
 
 
 class PlanKind(NamedTuple):
-    """How a batch is planned. `scored`: whether it counts as a use of rows; else it leaves no trace in scores and
-    counters, as when a checkpointed forward is recomputed · `ages`: whether it is of a later time than the plan before
-    it (see `Cache`), in each cache where several plan it · `ahead`: whether other work comes before its rows are used ·
-    `trains`: whether a backward is expected to update them."""
+    """How a batch is planned. `scored`: whether it counts as a use of rows; else scores and counters stay unchanged, as
+    when a checkpointed forward is recomputed · `ages`: whether its time is later than that of the last plan (see
+    `Cache`), for each cache if several plan it · `ahead`: whether other work runs before its rows are used · `trains`:
+    whether a backward is expected to update them."""
 
     scored: bool = True
     ages: bool | tuple[bool, ...] = True
@@ -62,23 +62,23 @@ class PlanKind(NamedTuple):
 
 
 USE = PlanKind()
-USE_AGAIN = PlanKind(ages=False)  # in the same step of a model
+USE_IN_STEP = PlanKind(ages=False)  # in the same step of a model
 AHEAD = PlanKind(ahead=True, trains=True)
-NO_USE = PlanKind(scored=False, ages=False)  # of rows that are wanted in their slots, and for no lookup
+NO_USE = PlanKind(scored=False, ages=False)  # to have rows in slots, without a lookup
 
 
 class Cache(abc.ABC):
     """A cache of `slots` rows over `cold`.
 
-    `initial` generates rows that were never written (without it they are zeros). Calls are serialised; none may come
-    from a forked child.
+    `initial` generates rows that were never written (without it they are zeros). Calls are serialised; a forked child
+    may make none.
 
-    A plan has a number, by which rows are locked and, of equal score, the one used longest ago leaves; and a time, of
-    which scores are made. A plan that `ages` scores (`PlanKind`), as plans do, is of the next time. Those that follow
-    it in the same step of a model need not: of the same time, with keys of their own, they score rows as one plan of
-    all keys does, and count as one batch.
+    A plan has a number, by which rows are locked, and by which of rows with equal scores the one used longest ago is
+    evicted; and a time, which scores are made of. A plan normally `ages` scores (`PlanKind`): it has the next time.
+    Plans that follow in the same step of a model need not: with the same time and other keys, they score rows as one
+    plan of all keys, and count as one batch.
 
-    Of several who plan by one cache, its `clients`, each is told by number what was counted of it.
+    If several `clients` share a cache, each has a number, and counters of its own.
     """
 
     def __init__(
@@ -90,21 +90,21 @@ class Cache(abc.ABC):
         initial: InitialRows | None,
         device: torch.device,
     ) -> None:
-        self.number = next(_numbers)  # in the order in which caches are made, and locked (`locks.Locks`)
+        self.number = next(_numbers)  # caches are locked in the order of their creation (`locks.Locks`)
         self.cold = cold
         self.slots = slots
         self.policy = policy or LFU()
         self.device = device
         self.lock = threading.RLock()  # rows and their arrays: lookups and updates
-        self.plan_lock = self.lock  # what plans alone know: keys, scores, room; taken before `lock`
+        self.plan_lock = self.lock  # state of plans: keys, scores, free slots; taken before `lock`
         self._initial = initial
         self.scoring = scoring(self.policy)
-        self._book = TicketBook()
+        self._tickets = TicketLedger()
         self._pid = os.getpid()
         self._closed = False
         self.looked_at = Look()
-        self.is_in_graph = False  # whether a CUDA graph that is not ours has its addresses, for good
-        self.rows_version = 0  # counts what may change rows where they are
+        self.is_in_graph = False  # whether a user's CUDA graph has its addresses, for good
+        self.rows_version = 0  # counts calls that may change rows in place
         self.suspects = Suspects()
         self.plan_changes = IntentLog(self.suspects)  # guarded by `plan_lock`
         self.changes = IntentLog(self.suspects)  # by `lock`
@@ -119,25 +119,25 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def dirty_rows(self) -> tuple[Array, Array, Array]:
-        """The rows that cold storage does not have: keys int64 (K,), ascending, weight carrier (K, D) and state uint32
-        (K, S + 1), copies in host memory. For a storage that takes no more."""
+        """Copies of all dirty rows in host memory: keys int64 (K,), ascending, weight carrier (K, D) and state uint32
+        (K, S + 1). For a storage that can take no more."""
 
     @abc.abstractmethod
     def write_back(self) -> None:
-        """Writes every dirty row, every score and the metadata to cold storage, which holds the truth then. Durable it
-        is not before cold storage is flushed. Works where rows are suspect, too."""
+        """Writes every dirty row, every score and the metadata to cold storage, which is then complete, but durable
+        only once it is flushed. Works even if rows are suspect."""
 
     @abc.abstractmethod
     def hottest(self) -> Any:
-        """Keys of the rows in slots, int64 (K,) on the cache's device, those first whose score is highest, without rows
-        of resident tables."""
+        """Keys of the rows in slots, int64 (K,) on the cache's device, by descending score, without rows of resident
+        tables."""
 
     @abc.abstractmethod
     def sample_scores(self, most: int, keys: Array) -> ScoreSample:
-        """Scores of `most` slots, or fewer, and which of `keys` (int64 (N,), in range, of no resident table) have a
-        slot. Changes nothing: no row moves, no score is raised, no use is counted. A row without a slot, one of a batch
-        that is larger than the cache, counts as one of cold storage, whose score there may be that of before the batch.
-        Synchronises with a GPU; all scores that it has written to cold storage are there afterwards."""
+        """Scores of at most `most` slots, and which of `keys` (int64 (N,), in range, of no resident table) have a slot.
+        Changes nothing: no row moves, no score is raised, no use is counted. A row without a slot, of a batch larger
+        than the cache, counts as a row of cold storage, where its score may be that before the batch. Synchronises with
+        a GPU; all scores that it wrote to cold storage have arrived then."""
 
     @property
     @abc.abstractmethod
@@ -147,33 +147,33 @@ class Cache(abc.ABC):
     @property
     def is_idle(self) -> bool:
         """Whether no batch is in flight, as far as the host knows."""
-        return not self._book.live
+        return not self._tickets.live
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Drops every hot row without writing it back, for a cold storage that was replaced as a whole. Refused while
+        """Drops every hot row without writing it back, after cold storage was replaced as a whole. Refused while
         tickets are in flight. Part of a change (`IntentLog`)."""
 
     @abc.abstractmethod
     def stats(self, client: int | None = None) -> CacheStats:
-        """Totals since the cache was built, loads of checkpoints included; or what was counted of a `client`.
-        Synchronises with a GPU."""
+        """Totals since the cache was built, including loads of checkpoints; or the counters of a `client`. Synchronises
+        with a GPU."""
 
     @abc.abstractmethod
     def counted(self, client: int | None) -> CacheStats:
-        """What `stats` returns, where no call is under way: of a closed cache, too."""
+        """What `stats` returns, without a check: also of a closed cache."""
 
     @abc.abstractmethod
     def memory_report(self) -> dict[str, Any]:
-        """Bytes of every allocation: `cache` (what the capacity buys), `batch` (beyond it), `cold`."""
+        """Bytes of every allocation: `cache` (within the capacity), `batch` (beyond it), `cold`."""
 
     @abc.abstractmethod
     def _write_back_range(self, start: int, stop: int) -> None:
-        """Makes cold storage know the rows start … stop − 1 as they are now."""
+        """Writes the current rows start … stop − 1 to cold storage."""
 
     def _copy_range(self, start: int, stop: int, weight: Array, state: Array, last: Array = NO_WORDS) -> Array:
-        """Copies the rows start … stop − 1 as they are now, as `ColdRows.copy_range` does. `last`: uint32 (K,), takes
-        the last word of the state of each, or is empty."""
+        """Copies the current rows start … stop − 1, as `ColdRows.copy_range` does. `last`: uint32 (K,), receives the
+        last word of each state, or is empty."""
         self._write_back_range(start, stop)
         if len(last):
             every = np.empty((len(last), self.cold.layout.state_width), STATE_DTYPE)
@@ -183,11 +183,12 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
-        """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
+        """Reads hot rows among start … stop − 1 again from cold storage."""
 
     def release_locks(self) -> None:
-        """Releases the locks that this thread has: it is in no call of the cache, and another is about to plan. A
-        tracer's exception at the end of a `with` block leaves them taken, and the other would wait for ever."""
+        """Releases the locks of this thread, which is in no call of the cache, before another thread plans. An
+        exception of a tracer at the end of a `with` block leaves them taken, and the other thread would wait for
+        ever."""
         for lock in (self.lock, self.plan_lock):
             while lock._is_owned():  # type: ignore[attr-defined]
                 lock.release()
@@ -197,40 +198,40 @@ class Cache(abc.ABC):
         return any(lock._is_owned() for lock in (self.lock, self.plan_lock))  # type: ignore[attr-defined]
 
     def hold(self) -> Any:
-        """What a plan needs that will be made `ahead` by another thread: if this is freed before, no plan is made. None
-        if nothing is needed."""
+        """Made before another thread plans `ahead`, and passed there; if it is freed before, no plan is made. None if
+        nothing is needed."""
         return None
 
     def ahead(self, inputs: Sequence[object], hold: Any) -> contextlib.AbstractContextManager[None]:
-        """Plans inside are made from `inputs`, tensors among them, ahead of the batch that computes; on a GPU on a
-        stream of their own."""
+        """Inside, plans are made from `inputs`, tensors among them, ahead of the batch that computes; on a GPU on a
+        side stream."""
         return contextlib.nullcontext()
 
     # --- rows as arrays ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Writes every dirty row and every score back: afterwards cold storage alone holds the truth, durably where it
-        outlives the process."""
+        """Writes every dirty row and every score back: cold storage is then complete, and durable if it outlives the
+        process."""
         with self.whole():
             self._begin_call()
             self.write_back()
             self.cold.flush()
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
-        """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
-        may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
+        """Copies the current rows start … stop − 1: `weight` carrier (K, D), `state` uint32 (K, S), either of which may
+        have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
         with self.whole():
             self._begin_call()
             self.copy_rows(start, stop, weight, state)
 
     def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
-        """`export_rows` for who is amid a call of the cache, and holds its locks."""
+        """`export_rows` within a call of the cache, which holds its locks."""
         untouched = np.flatnonzero(self._copy_range(start, stop, weight, state) == 0)
         self._generate(untouched + start, untouched, weight, state, state.shape[1])
 
     def copy_weights(self, start: int, stop: int, weight: Array) -> Array:
-        """As `copy_rows`, of weights alone; returns the last word of the state of each row, uint32 (K,), zeros of rows
-        that were never written."""
+        """As `copy_rows`, for weights alone; returns the last word of each row's state, uint32 (K,), 0 for rows that
+        were never written."""
         last = np.empty(stop - start, STATE_DTYPE)
         none = np.empty((len(last), 0), STATE_DTYPE)
         untouched = np.flatnonzero(self._copy_range(start, stop, weight, none, last) == 0)
@@ -239,17 +240,17 @@ class Cache(abc.ABC):
         return last
 
     def last_words(self, start: int, stop: int) -> Array:
-        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never written.
-        The caller holds the locks."""
+        """The last word of the state of each row start … stop − 1, uint32 (K,), 0 for rows that were never written. The
+        caller holds the locks."""
         words = np.empty(stop - start, STATE_DTYPE)
         none = np.empty((len(words), 0), self.cold.layout.carrier), np.empty((len(words), 0), STATE_DTYPE)
         words[self._copy_range(start, stop, *none, words) == 0] = 0
         return words
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
-        """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
-        they live. What is None stays, scores too; rows in flight stay in their slots. Part of a change (`IntentLog`),
-        whose call has reserved their space, and holds the locks."""
+        """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, in every
+        home; what is None stays, and so do scores. Rows in flight stay in their slots. Part of a change (`IntentLog`),
+        whose call has reserved space, and holds the locks."""
         stop = start + len(weight if weight is not None else state if state is not None else ())
         self._write_back_range(start, stop)
         cold = self.cold
@@ -262,24 +263,25 @@ class Cache(abc.ABC):
     # --- life -------------------------------------------------------------------------------------------------------
 
     def abort_batches(self) -> None:
-        """Aborts the batches in flight, whoever holds them, an exception's traceback for one: an update of theirs is
-        refused from now on."""
-        self._book.abort()
+        """Aborts the batches in flight, whatever holds them, such as a traceback: their updates are refused from now
+        on."""
+        self._tickets.abort()
 
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""
-        if self._book.live:
-            gc.collect()  # what nobody can reach any more does not count
-            self._book.forget_dropped()
-        if self._book.live:
+        if self._tickets.live:
+            gc.collect()  # unreachable batches do not count
+            self._tickets.forget_dropped()
+        if self._tickets.live:
             raise StorageError(
-                f"cannot {call} while {len(self._book.live)} batch(es) are in flight; run or drop their backward first"
+                f"cannot {call} while {len(self._tickets.live)} batch(es) are in flight; run or drop their backward "
+                f"first"
             )
 
     def seal(self) -> None:
-        """Flushes a cold storage that outlives the process and marks it clean, but where rows are suspect: what may
-        fail of closing. The cache can go on all the same, and unmarks it then."""
-        if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
+        """Does the part of closing that may fail: flushes a cold storage that outlives the process and marks it clean,
+        unless rows are suspect. The cache can still be used, and then removes the mark."""
+        if os.getpid() != self._pid:  # a forked child, where the lock may be held for ever
             return
         with self.whole():
             if self._closed or self.cold.released:
@@ -290,8 +292,7 @@ class Cache(abc.ABC):
                 self.cold.seal()
 
     def close(self) -> None:
-        """Gives up a cold storage that was sealed. A second call does nothing, or goes on with one that was
-        interrupted."""
+        """Closes a cold storage that was sealed. A second call does nothing, or completes an interrupted one."""
         if os.getpid() != self._pid:
             return
         with self.whole():
@@ -303,13 +304,13 @@ class Cache(abc.ABC):
             self._closed = True
 
     def abandon(self) -> None:
-        """Leaves cold storage to another cache; this one was flushed and can do nothing any more."""
+        """Leaves cold storage to another cache; this one was flushed and becomes unusable."""
         with self.whole():
             self._closed = True
             self._release()
 
-    def _release(self) -> None:  # noqa: B027 - arrays in host memory go with the cache
-        """Gives back what the cache holds beside its cold storage."""
+    def _release(self) -> None:  # noqa: B027 - arrays in host memory are freed with the cache
+        """Frees what the cache holds beside its cold storage."""
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -322,12 +323,12 @@ class Cache(abc.ABC):
             state[rows, :state_width] = 0
 
     def _begun_state(self) -> Array:
-        """What the state of a row starts as, uint32 (S,)."""
+        """The initial state of a row, uint32 (S,)."""
         words = self.cold.layout.state_width
         return np.zeros(words, STATE_DTYPE) if self._initial is None else self._initial.state(words)
 
     def _adopt_scores(self) -> None:
-        """Scores left by another policy mean nothing here: such rows start from the lowest score."""
+        """Resets the scores of another policy, which are not comparable, to the lowest score."""
         metadata = self.cold.metadata
         if metadata.policy not in ("", self.scoring.name):
             self.cold.begin_changes()
@@ -337,7 +338,7 @@ class Cache(abc.ABC):
         metadata.policy = self.scoring.name
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
-        """Recovers from what was interrupted. Raises as every call does, but for suspect rows that loading `parts`
+        """Recovers from interrupted calls. Raises as every call does, except for suspect rows that loading `parts`
         (None: all) is to replace. The caller holds the locks of plans and rows."""
         self._check_open()
         self._recover()
@@ -345,11 +346,11 @@ class Cache(abc.ABC):
             self.suspects.check()
 
     def _begin_call(self) -> None:
-        """To be called first by every call that concerns the cache as a whole, under both locks."""
+        """Called first by every whole-cache call, under both locks."""
         self._check_usable()
 
     def _check_usable(self) -> None:
-        """To be called first by every call, under the lock of plans."""
+        """Called first by every call, under the lock of plans."""
         if self._closed or self.cold.released or os.getpid() != self._pid:
             self._check_open()
         if self.plan_changes.records or self.changes.records:
@@ -358,8 +359,8 @@ class Cache(abc.ABC):
             self.suspects.check()
 
     def check_rows(self, *tickets: Flight) -> None:
-        """To be called first by who looks up or updates rows in slots, those of `tickets`, under the lock of rows: hot
-        rows may be newer than cold ones from now on."""
+        """Called first by every lookup or update of rows in slots, those of `tickets`, under the lock of rows: from now
+        on hot rows may be newer than cold ones."""
         if self._closed or self.cold.released or os.getpid() != self._pid:
             self._check_open()
         if self.changes.records:
@@ -373,7 +374,7 @@ class Cache(abc.ABC):
             self.cold.begin_changes()
 
     def _recover(self) -> None:
-        """Recovers from what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
+        """Recovers from interrupted calls, under the lock of plans; a thread with the lock of rows is still at work."""
         self.plan_changes.recover(self)
         if self.changes.records:
             with TriedLock(self.lock) as taken:

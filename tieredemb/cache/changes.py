@@ -1,9 +1,9 @@
-"""What a call changes stands in its cache's intent log while it does, so that no exception leaves half of it unknown.
+"""The intent log of a cache: it records each change while it is made, so that no exception leaves an unknown half.
 
-An exception, Ctrl-C for one, may come between any two lines, in a handler too. So nothing is undone or ended by
-handlers alone: a change is recorded before its first step and cleared after its last, and whoever finds a record knows
-that its call was interrupted, and recovers first. After that the change has not happened, or it has, or rows are
-suspect: then every later call says so, until they are loaded again.
+An exception such as Ctrl-C may be raised between any two lines, in a handler too. So handlers alone undo or complete
+nothing: a change is recorded before its first step and cleared after its last. A call that finds a record knows that
+the change was interrupted, and recovers first. Then the change has happened or not, or rows are suspect: in that case
+every later call raises, until they are loaded again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple, Protocol
 
 from tieredemb.errors import BrokenCacheError, StorageError
 
-Part = Hashable  # of the rows, such as the weights of one table: named by the cache's owner
+Part = Hashable  # a part of the rows, such as the weights of one table, named by the cache's owner
 
 
 class Suspect(NamedTuple):
-    """Suspect rows: they are not to be trusted. `reason`: what has failed · `parts`: which; None for all."""
+    """Rows that may be wrong. `reason`: what has failed · `parts`: which rows; None for all."""
 
     reason: str
     parts: frozenset[Part] | None = None
 
 
 class Changed(Protocol):
-    """A cache, as recovery changes it. `rows_version`: counts what may change rows where they are."""
+    """A cache, as recovery uses it. `rows_version`: counts calls that may change rows in place."""
 
     suspects: Suspects
     rows_version: int
@@ -39,20 +39,20 @@ class Changed(Protocol):
 
 
 class Change(abc.ABC):
-    """A change that is under way, or was interrupted: `cause` says by what, where that is known."""
+    """A change that is being made, or was interrupted. `cause`: the name of the exception, if known."""
 
     cause = ""
-    calls_inside = False  # whether the call that makes it calls the cache meanwhile
+    calls_inside = False  # whether its call makes other calls of the cache meanwhile
 
     @abc.abstractmethod
     def recover(self, cache: Changed) -> Suspect | None:
-        """Undoes or ends it, where it was interrupted; returns what is suspect if neither can be had. A second call,
-        after an interrupted first one, goes on. The caller holds the lock that it was made under."""
+        """Undoes or completes an interrupted change; if neither is possible, returns the suspect rows. If a call is
+        interrupted, a second one continues. The caller holds the lock that the change was made under."""
 
 
 class HalfWritten(Change):
-    """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Suspect` · `replaces`: whether
-    cold rows are replaced, so that hot ones are those of rows that are gone · `calls_inside`: see `Change`."""
+    """A change of rows that cannot be undone once it `has_begun`. `parts` as in `Suspect` · `replaces`: whether cold
+    rows are replaced, so that hot rows are outdated · `calls_inside`: see `Change`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class HalfWritten(Change):
         self._replaces = replaces
 
     def suspect(self, cache: Changed) -> Suspect | None:
-        """The rows that it makes suspect where it was interrupted."""
+        """The rows that are suspect if it was interrupted."""
         parts = None if self.parts is None else self.parts & cache.suspects.all_parts
         if not self.has_begun or (parts is not None and not parts):
             return None
@@ -89,8 +89,8 @@ def interrupted(call: str, cause: str) -> str:
 
 
 class Suspects:
-    """The suspect rows of one cache. `all_parts`: the parts of all its rows, as their owner names them · `found`:
-    those that are suspect."""
+    """The suspect rows of one cache. `all_parts`: the parts of all its rows, as their owner names them · `found`: the
+    suspect ones."""
 
     def __init__(self) -> None:
         self.all_parts: frozenset[Part] = frozenset()
@@ -98,12 +98,12 @@ class Suspects:
 
     @property
     def reason(self) -> str:
-        """Why rows are not to be trusted; "" where they are."""
+        """Why rows are suspect; "" if none are."""
         return "; ".join(dict.fromkeys(suspect.reason for suspect in self.found))
 
     @property
     def parts(self) -> frozenset[Part]:
-        """Those that are suspect."""
+        """The suspect parts."""
         return frozenset().union(*(self.all_parts if parts is None else parts for _, parts in self.found))
 
     def add(self, suspect: Suspect) -> None:
@@ -111,7 +111,7 @@ class Suspects:
             self.found = (*self.found, suspect)
 
     def clear(self, parts: Iterable[Part] | None = None) -> None:
-        """Rows were replaced: these `parts`, or all, are what they should be."""
+        """Called when rows were replaced: these `parts`, or all, are right again."""
         left = frozenset() if parts is None else self.parts - frozenset(parts)
         self.found = (Suspect(self.reason, left),) if left else ()
 
@@ -128,19 +128,18 @@ class Suspects:
 
 
 class IntentRecord:
-    """The record of a change, and the call that makes it: the frame that ends with the change, `up` frames above that
-    of the caller."""
+    """The record of a change, and of its call: the frame that ends with the change, `up` frames above the caller's."""
 
     def __init__(self, change: Change, up: int) -> None:
         self.change = change
         self._frame: Any = sys._getframe(up + 1)
 
     def forget(self) -> None:
-        """It is over: nothing keeps the frame, and what that holds, alive."""
+        """Called when the change is over: does not keep the frame, and what that references, alive."""
         self._frame = None
 
     def is_around(self) -> bool:
-        """Whether this very call is made inside the change: by a signal handler, or a finaliser."""
+        """Whether the present call is made inside the change, by a signal handler or a finaliser."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             if frame is self._frame:
@@ -150,16 +149,16 @@ class IntentRecord:
 
 
 class IntentLog:
-    """The changes under way that are made under one lock of a cache, which guards the log. `records`: those of changes
-    that have begun and not ended, the last one last."""
+    """The changes that are being made under one lock of a cache, which also guards the log. `records`: of changes that
+    have begun and not ended, in order."""
 
     def __init__(self, suspects: Suspects) -> None:
         self._suspects = suspects
         self.records: list[IntentRecord] = []
 
     def begin(self, change: Change, *, up: int = 1) -> IntentRecord:
-        """Records a change, before its first step. It is the caller's; of a context manager that is a generator, with
-        `up=3`, that of who enters it."""
+        """Records a change of the caller, before its first step. A context manager that is a generator passes `up=3`,
+        for a change of the function that enters it."""
         record = IntentRecord(change, up)
         self.records.append(record)
         return record
@@ -170,12 +169,12 @@ class IntentLog:
         record.forget()
 
     def note(self, error: BaseException) -> None:
-        """What is under way ends in `error`."""
+        """Notes that the present changes end in `error`."""
         for record in self.records:
             record.change.cause = type(error).__name__
 
     def recover(self, cache: Changed) -> None:
-        """Recovers from the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
+        """Recovers from interrupted changes, the last one first. Raises `StorageError` inside a change."""
         left = len(self.records)
         while left:
             left -= 1
@@ -193,9 +192,9 @@ class IntentLog:
             self.records.pop(left).forget()
 
     def recover_rows(self, cache: Changed) -> None:
-        """As `recover`, under the lock of rows alone: changes of all rows are left as they are, and make rows
-        suspect already."""
-        halves = [(each, its) for each in self.records if isinstance(its := each.change, HalfWritten)]
+        """As `recover`, under the lock of rows alone: changes of all rows stay recorded, and their rows count as
+        suspect."""
+        halves = [(each, half) for each in self.records if isinstance(half := each.change, HalfWritten)]
         for record, change in halves:
             suspect = change.suspect(cache)
             if suspect is not None and not record.is_around():

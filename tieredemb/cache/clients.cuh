@@ -1,22 +1,23 @@
-// Counting for each of several who plan by one cache, beside the totals. Without -DCLIENTS all of this is nothing.
+// Counts for each of several clients that plan with one cache, in addition to the totals. Without -DCLIENTS all of this
+// does nothing.
 //
-// Who counts says whose row it is by its key, or by its slot where that is a resident table's. A block keeps what it has
-// counted in lines of shared memory, one for each client that it meets, and tells the clients once, at its end: most
-// blocks meet one client or a few.
+// The owner of a row is found by its key, or by its slot if that is a resident table's. A block keeps its counts in
+// lines of shared memory, one for each client that it finds, and adds them to the clients' counts once, at its end:
+// most blocks find one client or a few.
 #pragma once
 #include "common.cuh"
 #include "plan.cuh"
 
-// What a kernel counts lies side by side in `Totals`: its first word there.
+// The counts of a kernel are contiguous in `Totals`: the first word of them.
 [[maybe_unused]] constexpr int OF_LOOKUPS = 1, OF_MISSES = 4, OF_SWAPS = 7, OF_WRITES = 8;
 
 #ifdef CLIENTS
-constexpr int LINES = 64;  // of more clients several share a line, which is for the first of them that a block meets
+constexpr int LINES = 64;  // if there are more clients, several share a line, used by the first that a block finds
 
-// What a block counts: `KINDS` words of the totals from `FIRST` on. In shared memory.
+// The counts of a block: `KINDS` words of the totals from `FIRST` on. In shared memory.
 template <int FIRST, int KINDS>
 struct Tally {
-    int client[LINES];  // + 1; 0 is nobody
+    int client[LINES];  // + 1; 0 is none
     int counted[LINES][KINDS];
 };
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ u64 *words_of(const Clients &clients, int client) {
     return reinterpret_cast<u64 *>(&clients.of[client].totals) + FIRST;
 }
 
-// All threads of the block call it, and meet before one of them counts.
+// All threads of the block call it, and synchronise before one of them counts.
 template <int FIRST, int KINDS>
 __device__ __forceinline__ void tally_begin(Tally<FIRST, KINDS> &tally) {
     int *words = reinterpret_cast<int *>(&tally);
@@ -56,7 +57,8 @@ __device__ __forceinline__ void tally_row(Tally<FIRST, KINDS> &tally, const Clie
         if (counted[kind]) tally_add(tally, clients, low, kind, 1);
 }
 
-// The range of a place. All of a warp ask for the same, in one round for up to 32 ranges, in two for up to 1,024.
+// The range of a place. All lanes of a warp search for the same, in one round for up to 32 ranges, in two for up to
+// 1,024.
 __device__ __forceinline__ int range_find(const Clients &clients, i64 place) {
     int low = 0, n = clients.ranges;
     while (n > 1) {
@@ -69,14 +71,14 @@ __device__ __forceinline__ int range_find(const Clients &clients, i64 place) {
     return low;
 }
 
-// What a lane counts of a warp's votes: lane 0 those of the first kind, and so on.
+// The count of a lane from a warp's votes: lane 0 those of the first kind, and so on.
 __device__ __forceinline__ u32 of_lane(u32 first, u32 second, u32 third = 0, u32 fourth = 0) {
     const int lane = lane_index();
     return lane == 0 ? first : lane == 1 ? second : lane == 2 ? third : lane == 3 ? fourth : 0;
 }
 
-// A warp counts its `voters`, of which a lane counts `own` as `of_lane` says, each for the client in one of whose ranges
-// its place is: a key, or a resident slot made to go on from the keys. Nearly always all are of one client.
+// A warp counts its `voters`, of which a lane counts `own` as `of_lane` says, each for the client in one of whose
+// ranges its place is: a key, or a resident slot numbered on from the keys. Nearly always all are of one client.
 template <int FIRST, int KINDS>
 __device__ __forceinline__ void tally_votes(Tally<FIRST, KINDS> &tally, const Clients &clients, i64 place, u32 voters,
                                             u32 own) {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void tally_votes(Tally<FIRST, KINDS> &tally, const Cl
     }
 }
 
-// All threads of the block call it, after they have met.
+// All threads of the block call it, after they have synchronised.
 template <int FIRST, int KINDS>
 __device__ __forceinline__ void tally_end(const Tally<FIRST, KINDS> &tally, const Clients &clients) {
     for (int at = threadIdx.x; at < LINES * KINDS; at += blockDim.x) {

@@ -1,5 +1,5 @@
-"""The locks of several caches, always taken in one order: those of all plans before those of all rows, the caches in
-the order in which they were made. Two threads that each hold what the other waits for would wait for ever."""
+"""The locks of several caches, always taken in one order, so that threads cannot deadlock: the locks of all plans
+before those of all rows, the caches in the order of their creation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ACQUIRE, _TRY, _RELEASE = methodcaller("acquire"), methodcaller("acquire", Fals
 
 
 class Lockable(Protocol):
-    """A cache. `number`: in the order in which caches are made · `plan_lock`, `lock`: of its plans, and of its rows,
-    each a `threading.RLock`."""
+    """A cache. `number`: in the order of creation · `plan_lock`, `lock`: of its plans, and of its rows, each a
+    `threading.RLock`."""
 
     number: int
     plan_lock: Any
@@ -21,10 +21,10 @@ class Lockable(Protocol):
 
 
 class Locks:
-    """Keeps other threads from the `plans` and the `rows` of `caches`, which may be locked by this thread already.
+    """Keeps other threads from the `plans` and the `rows` of `caches`, which this thread may have locked already.
 
-    Ctrl-C leaves none taken: locks are taken and noted, and given back and struck out, in loops of C, in which no
-    signal is handled. One that comes before the latter begins is made good when the object goes.
+    Ctrl-C leaves no lock taken: locks are acquired and noted, and released and removed, in loops of C, in which no
+    signal is handled. If it is raised before the release, the locks are released when the object is freed.
     """
 
     def __init__(self, caches: Iterable[Lockable], *, plans: bool = True, rows: bool = True) -> None:
@@ -35,7 +35,7 @@ class Locks:
         self._taken: list[Any] = []
 
     def held(self) -> Locks:
-        """The same locks, for another `with`: one object is for one at a time."""
+        """The same locks, for another `with`: each object serves one at a time."""
         locks = Locks.__new__(Locks)
         locks._locks, locks._taken = self._locks, []
         return locks
@@ -54,12 +54,12 @@ class Locks:
 
     def __del__(self) -> None:
         if self.__dict__.get("_taken"):  # it may be half made
-            with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
+            with contextlib.suppress(RuntimeError):  # freed on another thread, which does not own them
                 self.__exit__()
 
 
 class TriedLock(Locks):
-    """Takes one lock if nobody else has it, and tells whether: `with TriedLock(lock) as taken`."""
+    """Takes one lock if no other thread has it; `with TriedLock(lock) as taken` returns whether."""
 
     def __init__(self, lock: Any) -> None:
         super().__init__(())

@@ -1,16 +1,16 @@
-// Planning a batch on the device: find and lock what is resident, claim what is missed, pair it with slots.
+// Planning a batch on the device: finds and locks resident rows, claims missed keys, and assigns slots to them.
 //
-// Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DUNCACHED a batch may
-// exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
+// Nothing here waits for the host: counts are in `Counts`, number and time in `Clock`. With -DUNCACHED a batch may
+// exceed the cache: rows without a slot are used in place, under a record that exists as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 //
-// The rows of a plan may come while the next plan is made, and scores are to be as if they had come before it. So a
-// slot whose row has yet to come has ARRIVING in place of its score. A plan that uses the row changes that to
-// ARRIVING_USED; what moves the row (transfer.cu) puts the row's score there. Both are atomic: whoever is second finds
-// what the first has left, and raises the score. The victim's own score waits in the plan's memory. A row under a
-// record that two such plans use in a row is raised once.
+// The rows of a plan may be moved while the next plan is made, and scores must be as if they had been moved before it.
+// So a slot whose row has not arrived has ARRIVING in place of its score. A plan that uses the row changes that to
+// ARRIVING_USED; the kernel that moves the row (transfer.cu) writes the row's score there. Both are atomic: the second
+// one sees what the first has written, and raises the score. The victim's own score is kept in the memory of the plan.
+// A row under a record that two such plans use one after the other is raised once.
 //
-// With -DCLIENTS what is counted is counted for the client whose row it is, too (clients.cuh).
+// With -DCLIENTS each count is also made for the client that owns the row (clients.cuh).
 #include "clients.cuh"
 #include "common.cuh"
 #include "policy.cuh"
@@ -22,7 +22,7 @@ struct alignas(16) Claim {
     int pad;
 };
 
-// What follows the last record: how many are taken, and what their index holds.
+// Behind the last record: how many are taken, and the state of their index.
 struct RecordsEnd {
     int taken;
     int index;  // FILLED: with entries of this plan; STALE: of an earlier one
@@ -30,7 +30,7 @@ struct RecordsEnd {
 };
 constexpr int FILLED = 1, STALE = 2;
 
-// All records, and their index: a map of those in use.
+// All records, and their index: a map of the records in use.
 struct Records {
     Record *records;
     int n_records;
@@ -41,7 +41,7 @@ __device__ __forceinline__ RecordsEnd *end_of(const Records &all) {
     return reinterpret_cast<RecordsEnd *>(all.records + all.n_records);
 }
 
-// The cached slots, and the map that finds them. The host makes one for the life of a cache.
+// The cached slots, and the map that finds them. The host makes one for the lifetime of a cache.
 struct Slots {
     Cell *cells;
     i64 n_cells;
@@ -51,8 +51,8 @@ struct Slots {
     int capacity;
 };
 
-// Gives a plan the next number, and its time: the next one where it `ages` scores, as the first plan does, else the one
-// that stands.
+// Gives a plan the next number, and its time: the next one if it `ages` scores, as the first plan does, else the
+// present one.
 __device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int scored, int ages) {
     const bool is_later = ages || clock->time == 0;
     clock->batch += 1;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int 
 }
 
 // Counts the batch for the clients whose ids the plan has, `n_planned` at `planned`: several plans of one time are one
-// batch. By one block, to which the clock has been advanced.
+// batch. Called by one block, after it has advanced the clock.
 __device__ __forceinline__ void batch_count(const Clock *clock, const Clients &clients, const int *planned,
                                             int n_planned) {
 #ifdef CLIENTS
@@ -76,8 +76,8 @@ __device__ __forceinline__ void batch_count(const Clock *clock, const Clients &c
 }
 
 // Starts a plan: its number and time, zero counts, empty claims, `Moving` behind them, and `selection` (16-byte units
-// each). Slots of the `lag` batches before it are locked. `planned`: the numbers of the `n_planned` clients whose plan it
-// is.
+// each). Slots of the `lag` batches before it are locked. `planned`: the numbers of the `n_planned` clients that the
+// plan is for.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
                                       Records records, const int *planned, int n_planned) {
@@ -91,13 +91,13 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->uncached = counts->needed = counts->room = 0;
+    counts->missed = counts->uncached = counts->needed = counts->into_unused = 0;
     counts->arrivals = 0;
     RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
 }
 
-// Empties the index of the records where an earlier plan has filled it. Most batches that might exceed the cache do not,
+// Empties the index of the records if an earlier plan has filled it. Most batches that might exceed the cache do not,
 // and find no record at all: then this and the next kernel end at once.
 extern "C" __global__ void records_clear(Records all) {
     wait_for_prior_kernel();
@@ -112,7 +112,7 @@ extern "C" __global__ void records_index(Records all, const Clock *clock) {
     Record *records = all.records;
     RecordsEnd *end = end_of(all);
     if (thread_index() == 0) atomicAnd(&end->index, ~STALE);
-    if (*(volatile int *)&end->taken == 0) return;  // a block that sees the last one freed has none to look at
+    if (*(volatile int *)&end->taken == 0) return;  // if the last one was freed, there is none to look at
     bool filled = false;
     for (i64 r = thread_index(); r < all.n_records; r += thread_count()) {
         i64 key = records[r].key - 1;
@@ -128,11 +128,12 @@ extern "C" __global__ void records_index(Records all, const Clock *clock) {
     if (filled) atomicOr(&end->index, FILLED);
 }
 
-// Finds each key; the first thread that meets a resident row in this batch locks it and, where `scored`, raises its
-// score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until the plan settles, or its
-// record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it
-// came: a resident table's slot, or DROPPED. Rows of the plan before may yet be on their way: such a one that has a slot
-// is raised when it comes; with `may_arrive` one under a record that this plan and that one use is raised once.
+// Finds each key; the first thread that finds a resident row in this batch locks it and, if `scored`, raises its score.
+// A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until the plan is resolved, or its record,
+// as −2 − n_claims − record; rows under records are stored away from the slots, by key or by record. Without a key a
+// home stays unchanged: the slot of a resident table, or DROPPED. Rows of the plan before may not have arrived yet:
+// such a row with a slot is raised when it arrives; with `may_arrive` a row under a record that this plan and the one
+// before use is raised once.
 extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const Clock *clock, int kind, float unit,
                                      int scored, Claim *claims, i64 n_claims, int *homes, i64 *missed_keys,
                                      Records all, word_t *away_state, i64 away_stride, int away_by_key,
@@ -227,7 +228,7 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
     }
 }
 
-// What a plan has missed, and its occurrences.
+// The missed keys of a plan, and their occurrences.
 struct Missed {
     const i64 *keys;
     int *slots;    // of the missed keys: a slot, or −1 until there is a record, then its home
@@ -241,11 +242,11 @@ struct Occurrences {
     i64 n_claims;
 };
 
-// The end of a plan in numbers, as every thread has them before the first of them changes.
+// The counts at the end of a plan, which every thread reads before the first of them changes.
 struct Ending {
     Wanted wanted;
     int victims;     // of those wanted
-    int tombstones;  // in the map, once the victims have left it
+    int tombstones;  // in the map, once the victims are removed
     int stamp;
 };
 __device__ __forceinline__ Ending ending_of(const Wanted &wanted, int chosen, int tombstones, int stamp) {
@@ -253,17 +254,17 @@ __device__ __forceinline__ Ending ending_of(const Wanted &wanted, int chosen, in
     return {wanted, victims, tombstones + victims, stamp};
 }
 
-// Pairs missed keys with slots never used and with victims. With `commit` the slots pass over: the victims leave the map
-// and the missed keys own them, whose rows have yet to come.
+// Assigns slots to missed keys: slots never used, and those of victims. With `commit` the map changes, too: the victims
+// are removed and the missed keys own the slots, although their rows have not arrived.
 __device__ __forceinline__ void missed_assign(const Ending &end, const int *victims, const Slots &slots,
                                               const Missed &missed, bool commit) {
     for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
         int slot = -1;
         i64 victim = -1;
-        if (m < end.wanted.room) {
+        if (m < end.wanted.into_unused) {
             slot = end.wanted.used + (int)m;
-        } else if (m - end.wanted.room < end.victims) {
-            slot = victims[m - end.wanted.room];
+        } else if (m - end.wanted.into_unused < end.victims) {
+            slot = victims[m - end.wanted.into_unused];
             victim = slots.keys[slot];
         }
         missed.slots[m] = slot;
@@ -277,7 +278,7 @@ __device__ __forceinline__ void missed_assign(const Ending &end, const int *vict
     }
 }
 
-// Tells those who will move the rows.
+// Copies the counts of a plan for the kernels that move its rows.
 __device__ __forceinline__ void missed_leave(Moving *moving, const Wanted &wanted, i64 now) {
     moving->missed = wanted.missed;
     moving->needed = wanted.needed;
@@ -304,7 +305,7 @@ __device__ __forceinline__ void missed_publish(const Ending &end, const Slots &s
     }
 }
 
-// Homes of the missed keys' occurrences, which name their claims, and of those under records.
+// Sets the homes of the missed keys' occurrences, which name their claims, and of those under records.
 __device__ __forceinline__ void homes_resolve(const Occurrences &all, const int *missed_slots) {
     for (i64 i = thread_index(); i < all.n; i += thread_count()) {
         int home = all.homes[i];
@@ -315,18 +316,19 @@ __device__ __forceinline__ void homes_resolve(const Occurrences &all, const int 
 }
 
 #ifdef CLIENTS
-// Counts the missed keys, each for its client: those that got no slot, those that got one, and those whose slot was
-// another's.
+// Counts the missed keys, each for its client: those without a slot, those with one, and of the latter those that evict
+// a row.
 __device__ __forceinline__ void missed_count(const Ending &end, const i64 *keys, const Counts *counts) {
     __shared__ Tally<OF_MISSES, 3> tally;
     tally_begin(tally);
     __syncthreads();
     const Clients &clients = counts->clients;
-    const int room = end.wanted.room, with_slots = room + end.victims;
+    const int into_unused = end.wanted.into_unused, with_slots = into_unused + end.victims;
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < end.wanted.missed; start += thread_count()) {
         const i64 m = start + threadIdx.x;
         const u32 missed = __ballot_sync(FULL_WARP, m < end.wanted.missed);
-        const u32 filled = __ballot_sync(FULL_WARP, m < with_slots), evicted = __ballot_sync(FULL_WARP, m >= room);
+        const u32 filled = __ballot_sync(FULL_WARP, m < with_slots);
+        const u32 evicted = __ballot_sync(FULL_WARP, m >= into_unused);
         tally_votes(tally, clients, m < end.wanted.missed ? keys[m] : -1,
                     missed, of_lane(missed & ~filled, filled, filled & evicted));
     }
@@ -335,9 +337,9 @@ __device__ __forceinline__ void missed_count(const Ending &end, const i64 *keys,
 }
 #endif
 
-// What follows once the slots have passed over: later plans find the missed keys there, homes are resolved, and the map
-// is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed nothing changes
-// but homes that name records.
+// Runs after the map has changed: later plans find the missed keys there, homes are resolved, and the map is rebuilt
+// from the slots' keys once a quarter of its cells may be tombstones. If nothing was missed, only homes that name
+// records change.
 __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &slots, const Missed &missed,
                                               const Occurrences &all, Counts *counts, const Records &records,
                                               Moving *moving) {
@@ -345,7 +347,7 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
 #ifdef UNCACHED
         if (end_of(records)->index & FILLED) {
             homes_resolve(all, missed.slots);
-            grid_meet(&counts->arrivals);  // a block that comes later would see that all is done
+            grid_meet(&counts->arrivals);  // else a block that starts later would see that all is done
         }
 #endif
         if (thread_index() == 0) moving->published = 1;
@@ -359,9 +361,9 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
     missed_count(end, missed.keys, counts);
 #endif
     const bool rebuild = end.tombstones > slots.n_cells / 4;
-    const int used = end.wanted.used + end.wanted.room;
+    const int used = end.wanted.used + end.wanted.into_unused;
     if (thread_index() == 0) {
-        const int with_slots = end.wanted.room + end.victims, uncached = end.wanted.missed - with_slots;
+        const int with_slots = end.wanted.into_unused + end.victims, uncached = end.wanted.missed - with_slots;
         counts->used = used;
         counts->tombstones = rebuild ? 0 : end.tombstones;
         counts->uncached = uncached;
@@ -377,17 +379,17 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
         if (slots.keys[slot] >= 0) insert_slot(slots.cells, slots.n_cells, slots.keys[slot], (int)slot);
 }
 
-// Ends a plan whose victims were chosen: does one `part` (ASSIGN, PUBLISH) or both; 0 only pairs missed keys with slots.
-// Published again, nothing changes. All blocks resident at once, each on a multiprocessor of its own: registers for two
-// would spill.
-extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
-    missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
+// Ends a plan whose victims were chosen: does one `part` (ASSIGN, PUBLISH) or both; 0 only assigns slots to missed
+// keys. Publishing again changes nothing. All blocks are resident at once, each on a multiprocessor of its own:
+// registers for two would spill.
+extern "C" __global__ void __launch_bounds__(MEETING_THREADS, 1)
+    missed_resolve(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
                   const Clock *clock, int *missed_slots, i64 *victim_keys, u32 *victim_scores, int *homes, i64 n,
                   const Claim *claims, i64 n_claims, Records records, Moving *moving, int part) {
     wait_for_prior_kernel();
     if (part == PUBLISH && moving->published) return;
     const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
-    const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
+    const Wanted wanted{counts->missed, counts->used, counts->into_unused, counts->needed};
     const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
     if (part != PUBLISH) {
         if (part & ASSIGN && thread_index() == 0) missed_leave(moving, wanted, clock->now);
@@ -398,11 +400,11 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, moving);
 }
 
-// Gives missed keys slots in one launch where no row has to leave before its slot passes over: chooses victims as
-// `victims_select` does, and assigns as `missed_settle`, which is to publish. Slots of the `lag` batches before it are
-// locked: where another plan came between, fewer than when it began. 1,024 threads a block, all blocks resident at once.
-// `selection` comes as zeros. Called again once rows have moved, it does nothing.
-extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
+// Gives missed keys slots in one launch, for plans whose slots may be reassigned before a row has moved: chooses
+// victims as `victims_select` does, and assigns as `missed_resolve` does, which has to publish afterwards. Slots of the
+// `lag` batches before it are locked: if another plan was made since it began, fewer than then. 1,024 threads a block,
+// all blocks resident at once. `selection` is zero at the start. Called again once rows have moved, it does nothing.
+extern "C" __global__ void __launch_bounds__(MEETING_THREADS, 1)
     missed_place(Selection *selection, Counts *counts, const Clock *clock_at, int lag, Slots slots, float unit,
                  int by_age, int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys,
                  u32 *victim_scores, Moving *moving) {
@@ -412,22 +414,22 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     clock.oldest = clock.stamp - lag;
     const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
     const Wanted wanted = slots_wanted(counts, slots.capacity);
-    if (thread_index() == 0) {  // for the kernels that follow: here every thread has them
+    if (thread_index() == 0) {  // for later kernels: in this one every thread has them
         counts->needed = wanted.needed;
-        counts->room = wanted.room;
+        counts->into_unused = wanted.into_unused;
         missed_leave(moving, wanted, clock.now);
     }
     int chosen = 0;
     if (wanted.needed) {
         victims_choose(selection, clock, slots.score, slots.last_batch, wanted, unit, by_age, in_parts, victims);
-        grid_meet(&selection->arrivals);  // a slot that passes over would be ranked anew
+        grid_meet(&selection->arrivals);  // else a slot that was reassigned would be ranked again
         chosen = __ldcg(&selection->chosen);
     }
     const Ending end = ending_of(wanted, chosen, counts->tombstones, clock.stamp);
     missed_assign(end, victims, slots, missed, true);
 }
 
-// Where every row is resident a plan only counts: lookups are homes, and all of them hit.
+// If every row is resident, a plan only counts: homes are given, and all lookups hit.
 extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored, int ages,
                                        const int *planned, int n_planned) {
     wait_for_prior_kernel();

@@ -1,4 +1,4 @@
-"""Planning a batch on the CPU: what is resident, what is missed, which unique keys there are.
+"""Plans a batch on the CPU: finds cached rows, missed rows and unique keys.
 
 Two passes. The map finds every key; `number` then numbers the unique keys in order of first occurrence, locks the
 resident ones (stamping `last_batch` before any victim can be chosen), and claims each missed key once in a table local
@@ -128,11 +128,11 @@ SEARCHED = 48  # occurrences that are searched early: most wait for memory, as n
 
 @inline
 def uses_note(keys, first, stop, slot_plus_one, uses):
-    """Notes the uses of rows keys[first:stop], negative for padding; behind them `SEARCHED` longs can be read, whatever
-    they are, as memory that is asked for need not exist. Which rows are where, and which were noted before,
-    is chance: the loop over occurrences does not branch on it. It writes nothing that it reads, as rows that occur
-    again and again would wait for it. `uses`: see `Readable`; and `missed`, int64 (N + 1,), that takes the keys of
-    those in no slot, in order of first occurrence, scratch behind these; and `counted`, int64 (5,), that takes `USED`.
+    """Notes the uses of rows keys[first:stop], negative for padding; behind them `SEARCHED` longs of any value must be
+    readable, as the memory that is prefetched need not exist. Which rows have slots, and which were noted before, is
+    random: the loop over occurrences does not branch on it. It writes nothing that it reads, as repeated rows would
+    wait for that. `uses`: see `Readable`, and `missed`, int64 (N + 1,), which receives the keys without a slot, in
+    order of first occurrence, with scratch behind these, and `counted`, int64 (5,), which receives `USED`.
     """
     last_batch, score, state, number, now, kind, unit, gains, remember, missed, counted = uses
     stamp, seen = np.int32(number), np.int32(-1 - (number & 0x7FFFFFFF))  # of rows in slots, and of others
@@ -239,7 +239,7 @@ def keys_number(
         inverse[i] = claim_unique[cell]
     for rest in range(part, counted.shape[0]):
         counts_note(counted, rest, lookups, hits, unique, misses)
-    for rest in range(counted.shape[0] - 1, 0, -1):  # less those of the parts before
+    for rest in range(counted.shape[0] - 1, 0, -1):  # minus those of the parts before
         for kind in range(counted.shape[1]):
             counted[rest, kind] -= counted[rest - 1, kind]
 

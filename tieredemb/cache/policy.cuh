@@ -1,33 +1,33 @@
-// Which rows leave: the `needed` slots of lowest (score, last batch) among the occupied, unlocked ones.
+// The choice of victims: the `needed` slots of lowest (score, last batch) among the occupied, unlocked ones.
 //
 // Radix select from the highest digit down: digits of the score, then of the last batch. A pass counts a digit among
-// the slots that still match the prefix, all blocks meet, and each finds the digit in which the threshold lies. Then
-// one pass emits the victims. All in one cooperative launch: eight would cost the host more than the device.
+// the slots that still match the prefix, all blocks synchronise, and each finds the digit that contains the threshold.
+// Then one pass emits the victims. All in one cooperative launch: eight would cost the host more than the device.
 //
-// A kernel that chooses has 1,024 threads a block, and all blocks resident at once.
+// A kernel that chooses victims has 1,024 threads a block, and all blocks resident at once.
 #pragma once
 #include "plan.cuh"
 
 constexpr int DIGIT_BITS = 11;
 constexpr int BINS = 1 << DIGIT_BITS;
-static_assert(BINS == 2 * TOGETHER, "a thread looks at two bins");
+static_assert(BINS == 2 * MEETING_THREADS, "a thread looks at two bins");
 constexpr int PER_THREAD = 4;  // slots read in one load
 
 struct Selection {
     int chosen;    // victims emitted
     int ties;      // of them those equal to the threshold
-    u32 arrivals;  // blocks that have come to a meeting
+    u32 arrivals;  // blocks that have arrived at the barrier
     int pad;
-    int bins[3][BINS];  // of this pass, the next, and the one before, which is being cleared
+    int bins[3][BINS];  // for this pass, the next, and the one before, which is being cleared
 };
 
-// What every block knows of the threshold.
+// The threshold, as far as it is found; the same in every block.
 struct Threshold {
     int remaining;  // victims still to be found in its bin
     u32 score;      // its digits found so far, in place
     u32 age;
-    bool all;    // fewer unlocked rows than are needed: all of them go
-    bool whole;  // of the rows of its score all go
+    bool all;    // fewer unlocked rows than are needed: all of them are taken
+    bool whole;  // all rows of its score are taken
 };
 
 // Order of the last use among unlocked slots; below 2^21 for the first two million batches, which saves a pass.
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_slots(const u32 *array, i64 slot, i64 n, u3
 }
 
 // Counts one digit at `shift` of `bits` bits: of the score, or with `by_age` of the age among the slots whose score is
-// the threshold's. Reads 8 bytes a slot, 4 where the prefix does not match.
+// the threshold's. Reads 8 bytes a slot, 4 if the prefix does not match.
 __device__ __forceinline__ void digit_count(int *bins, const Threshold &at, const u32 *score, const int *last_batch,
                                             i64 n, const Clock &clock, int shift, int bits, bool by_age, int *total) {
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins[bin] = 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void digit_count(int *bins, const Threshold &at, cons
         if (bins[bin]) atomicAdd(total + bin, bins[bin]);
 }
 
-// The digit in which the threshold lies, given the counts of all blocks; every block finds the same.
+// Finds the digit that contains the threshold, given the counts of all blocks; every block finds the same.
 __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, int shift, bool by_age) {
     __shared__ Threshold next;
     if (threadIdx.x == 0) next = at;
@@ -117,11 +117,11 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
     __syncthreads();
 }
 
-// How a plan makes room for the keys that it has missed.
+// How many missed keys a plan has, and which slots they get.
 struct Wanted {
     int missed, used;
-    int room;    // of them, those that get a slot never used
-    int needed;  // and those that get a victim's
+    int into_unused;  // of them, those that get a slot never used
+    int needed;  // and those that get a victim's slot
 };
 __device__ __forceinline__ Wanted slots_wanted(const Counts *counts, int capacity) {
     const int missed = counts->missed, used = counts->used, free = capacity - used;
@@ -129,8 +129,8 @@ __device__ __forceinline__ Wanted slots_wanted(const Counts *counts, int capacit
     return {missed, used, missed - needed, needed};
 }
 
-// Where victims are looked for: among all slots used; or `in_parts`, where many plans of one step would each look through
-// all of them, in a part that holds many times the victims needed, and is another one for each plan.
+// Where victims are searched: among all slots used; or, with `in_parts`, in a part that holds many times the victims
+// needed and that is another one for each plan. Else many plans of one step would each search all slots.
 constexpr i64 LEAST_PART = 1 << 18, PART_SHARE = 32;
 struct Part {
     int first, count;
@@ -145,8 +145,8 @@ __device__ __forceinline__ Part part_of(const Clock &clock, const Wanted &wanted
     return {(int)first, (int)size};
 }
 
-// Appends the victims' slots to `victims`. Of rows whose score is the threshold's the oldest go with `by_age`, any
-// without.
+// Appends the victims' slots to `victims`. Of rows whose score is the threshold's the oldest are taken with `by_age`,
+// any without.
 __device__ __forceinline__ void victims_emit(Selection *selection, const Threshold &at, const u32 *score,
                                              const int *last_batch, const Part &part, const Clock &clock, bool by_age,
                                              int needed, int *victims) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ void victims_emit(Selection *selection, const Thresho
     }
 }
 
-// Chooses the victims wanted, at least one, or as many as are unlocked where they are looked for. `selection` comes as
-// zeros; once all blocks have met again its `chosen` says how many there are.
+// Chooses the victims wanted, at least one, or as many as are unlocked where they are searched. `selection` is zero at
+// the start; after the last barrier of all blocks its `chosen` is their number.
 __device__ __forceinline__ void victims_choose(Selection *selection, const Clock &clock, const u32 *score,
                                                const int *last_batch, const Wanted &wanted, float unit, int by_age,
                                                int in_parts, int *victims) {
@@ -188,12 +188,12 @@ __device__ __forceinline__ void victims_choose(Selection *selection, const Clock
     const int n = part.count, needed = wanted.needed;
     score += part.first;
     last_batch += part.first;
-    float highest = (float)clock.now + 32.0f * unit;  // a count of 2^32 uses lies 32 units above the clock
+    float highest = (float)clock.now + 32.0f * unit;  // a count of 2^32 uses is 32 units above the clock
     const u32 top_score = highest < 4.0e9f ? (u32)highest : 0xffffffffu;
     const u32 top_age = clock.batch < 0x7fffffff ? 2u * (u32)clock.batch : 0xffffffffu;
     Threshold at{needed, 0u, 0u, false, false};
     int pass = 0;
-    bool skips = true;  // top digits that should be zero: a clock that was set back is found out and starts again
+    bool skips = true;  // top digits expected to be zero; if they are not (a clock was set back), it starts again
     for (int round = 0; round < (by_age ? 6 : 3); round++) {
         const bool ages = round >= 3;
         const int shift = round % 3 == 0 ? 21 : round % 3 == 1 ? 10 : 0, bits = shift ? 11 : 10;

@@ -28,9 +28,10 @@ from tieredemb.kernels.constants import AGED, CLOCK, COUNT, MAX_SCORE, MIN_SCORE
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """A policy in the terms of its kernel. `unit`: score units in one doubling of weight; `units_per_batch`: what the
-    clock gains by a batch; `remember`: whether a fetched row brings its score along; `ties_by_age`: whether of rows of
-    equal score the one used longest ago leaves; `name`: the unit's identity, by which stored scores are recognised."""
+    """A policy in the terms of its kernel. `unit`: score units in one doubling of weight; `units_per_batch`: the
+    clock's increment by a batch; `remember`: whether a fetched row keeps its score; `ties_by_age`: whether of rows with
+    equal scores the one used longest ago is evicted; `name`: the unit's identity, by which stored scores are
+    recognised."""
 
     kind: int
     unit: float
@@ -45,12 +46,12 @@ class Scoring:
 
     @property
     def counts_uses(self) -> bool:
-        """Whether scores tell how often rows were used, those out of the cache too."""
+        """Whether scores show how often rows were used, also rows outside of the cache."""
         return self.kind != CLOCK and self.remember
 
     def uses(self, score: Array, time: int) -> Array:
-        """How many uses each score (K,), none zero, is worth at a time, float64 (K,); those of before are worth
-        less where scores age."""
+        """How many uses each score (K,), none zero, is worth at a time, float64 (K,); earlier uses are worth less if
+        scores age."""
         if self.kind == COUNT:
             return score.astype(np.float64) - MIN_SCORE
         distance: Array = (score.astype(np.float64) - MIN_SCORE - time * self.units_per_batch) / self.unit

@@ -1,4 +1,4 @@
-"""The policy on the CPU: scores raised over unique slots, victims chosen by a radix select that narrows as it goes."""
+"""The policy on the CPU: raises scores of unique slots, and chooses victims by a radix select."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RAISE_GRAIN = 2048
 BINS = 1024
-GAINS = 1 << 14  # that are looked up: all that are not 0, where half a score's weight is gone after 500 batches or less
+GAINS = 1 << 14  # table entries: all gains that are not 0, if the half-life is at most 500 batches
 
 
 # over slots: `score` uint32 (C,), `last_batch` int32 (C,), `key` int64 (C,)
@@ -32,7 +32,7 @@ def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None
 
 @functools.cache
 def gains_of(kind: int, unit: float) -> Array:
-    """What a use adds to a score, by how far that and the clock are apart: int32 (K,), as far as it is looked up."""
+    """What a use adds to a score, by the distance between score and clock: int32 (K,), the entries of a table."""
     gains = np.empty(GAINS if kind == AGED else 0, np.int32)
     gains_fill(gains, unit)
     return gains
@@ -41,9 +41,9 @@ def gains_of(kind: int, unit: float) -> Array:
 def choose_victims(
     count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int, ties_by_age: bool
 ) -> Array:
-    """Up to `count` slots below `used` (int32), those of the lowest score among the occupied ones (key ≥ 0) whose last
-    batch is before `oldest`, by signed 32-bit difference. Of equal scores the older last batch goes with `ties_by_age`,
-    any without."""
+    """Up to `count` slots below `used` (int32): those of the lowest scores among the occupied ones (key ≥ 0) whose last
+    batch is before `oldest`, by signed 32-bit difference. Of equal scores, the older last batch is chosen with
+    `ties_by_age`, any without."""
     ranks = np.empty(used, np.uint64)
     slots = np.empty(used, np.int32)
     found = candidates_collect(key, score, last_batch, oldest, used, ranks, slots)
@@ -70,7 +70,7 @@ def part_of(count: int, used: int, batch: int) -> slice:
 
 @inline
 def gained(gap, unit):
-    """What a use adds to the higher of a score and the clock, which are so far apart."""
+    """What a use adds to the higher of score and clock, given their distance."""
     distance = gap / unit
     return np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
 
@@ -121,8 +121,8 @@ def candidates_collect(key, score, last_batch, oldest, used, ranks, slots):
 
 @jit
 def lowest_select(count, ranks, slots):
-    """The `count` slots of lowest rank, equal ranks by slot: a histogram over the range of what is left, keep what
-    lies below the bin that holds the threshold, go on inside that bin. Needs count < len(ranks); overwrites both."""
+    """The `count` slots of lowest rank, equal ranks by slot: makes a histogram over the remaining range, keeps the
+    slots below the bin of the threshold, and continues inside that bin. Needs count < len(ranks); overwrites both."""
     chosen = np.empty(count, np.int32)
     bins = np.empty(BINS, np.int64)
     done = 0

@@ -56,6 +56,6 @@ class CacheStats:
         return self._combine(other, 1)
 
     def _combine(self, other: CacheStats, sign: int) -> Self:
-        kind = type(other) if isinstance(other, type(self)) else type(self)  # whose counters are those of both
+        kind = type(other) if isinstance(other, type(self)) else type(self)  # the type with the counters of both
         names = [each.name for each in fields(kind)]
         return kind(**{name: getattr(self, name, 0) + sign * getattr(other, name, 0) for name in names})

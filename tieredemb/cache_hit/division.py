@@ -1,8 +1,8 @@
 """The best division of one capacity in bytes among several caches, each of which serves a trace of its own.
 
-Each cache is run with some capacities, and of all choices of one of these for each cache that fit the bytes together
-the one with most hits is found. Capacities near that choice are run next, and those that use up what is left, until no
-better choice is found. Hits need not grow evenly: a cache that is smaller than a batch may hit next to nothing.
+Each cache is run with some capacities. Of all choices of one capacity for each cache that fit the bytes in total, the
+one with most hits is found. Capacities near that choice are run next, and those that use up the bytes left, until no
+better choice is found. Hits need not grow evenly: a cache that is smaller than a batch may have almost none.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Chosen = tuple[HitRate, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DividedWorkload:
-    """Traces that are looked up side by side, each in a cache of its own: batch number i of each is of the same step.
-    `row_bytes`: of a row in the cache of each. Raises `ConfigError`."""
+    """Traces that are looked up in the same steps, each in a cache of its own: batch number i of each is of step i.
+    `row_bytes`: for each cache, the bytes of a row. Raises `ConfigError`."""
 
     workloads: Sequence[Workload]
     row_bytes: Sequence[int]
@@ -74,7 +74,7 @@ def hit_rate(points: Sequence[HitRate]) -> float:
 def best_division(
     divided: DividedWorkload, budget: int, contender: Contender, advance: Advance = lambda accesses: None
 ) -> list[HitRate]:
-    """The caches that together serve most lookups within `budget` bytes, as they were measured. Raises `ConfigError`
+    """The measured capacities, one for each cache, that have most hits within `budget` bytes. Raises `ConfigError`
     for bytes that hold no row of each."""
     if budget < divided.least_bytes:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _measure(
 
 
 def _best_choice(divided: DividedWorkload, known: Sequence[dict[int, HitRate]], budget: int) -> list[HitRate]:
-    """One of the known points of each cache: those that fit the bytes together and have most hits."""
+    """One known point for each cache: the choice with most hits whose total fits the bytes."""
     choices: list[tuple[int, int, tuple[HitRate, ...]]] = [(0, 0, ())]  # hits, bytes, and of which points
     for points, size in zip(known, divided.row_bytes, strict=True):
         longer = [

@@ -1,6 +1,6 @@
 """Trace formats: from a stream of bytes to keys. `traces` says what each one holds.
 
-A decoder reads no further than its trace is taken, and refuses what would not fit the memory before it allocates it.
+A decoder reads no further than the trace is used, and refuses what would not fit into memory before it allocates.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Source:
         return accesses if self.limit is None else min(accesses, self.limit)
 
     def check(self, accesses: int, line: int | None = None) -> None:
-        """Raises `InvalidInputError` if those of `accesses` that are taken need more memory than there is. `line`: the
-        one that brings a text to so many."""
+        """Raises `InvalidInputError` if the used part of `accesses` needs more memory than there is. `line`: the line
+        of a text at which it has so many."""
         taken = self.taken(accesses)
         if taken <= self.most:
             return
@@ -135,7 +135,7 @@ def _arc_line(line: str, number: int, path: str) -> tuple[int, int]:
             if start >= 0 and count >= 1 and start + count < 2**62:
                 return start, count
         except ValueError:
-            pass  # said below, with the line
+            pass  # raised below, with the line
     raise InvalidInputError(
         f"line {number} of trace file {path!r} is {line.strip()[:60]!r}; the arc format "
         f"needs four integers 'start count 0 request', start at least 0 and count at least 1"
@@ -163,7 +163,7 @@ def _npy_header(source: Source) -> tuple[np.dtype[Any], int]:
     text = _npy_text(source)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the parser's, about escapes: what is wrong is refused below
+            warnings.simplefilter("ignore")  # the parser warns of escapes; errors are raised below
             fields = ast.literal_eval(re.sub(r"(\d)L\b", r"\1", text))  # 3L: so Python 2 wrote long integers
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise _no_npy(source, f"its header cannot be parsed: {error}") from error

@@ -1,4 +1,4 @@
-"""What no policy can know, at the granularity of batches: the best static set and Belady's optimum with bypass.
+"""References that know the future, in units of batches: the best static set and Belady's optimum with bypass.
 
 - Best static set: the rows of most accesses in the measured part, held from its start to its end. It misses no row for
   the first time, so that a large one lies above Belady.

@@ -1,4 +1,4 @@
-"""What a run tells: a table for each batch size, the capacities of a wanted hit rate, and a CSV file."""
+"""The report of a run: a table for each batch size, the capacities for a wanted hit rate, and a CSV file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs policies and references over a trace, and finds the capacity of a hit rate.
 
-Each run starts with an empty cache and goes over the whole trace, one plan a batch, which is over before the next one.
-Hits are counted from the first measured batch on; what comes before warms the cache up.
+Each run starts with an empty cache and goes over the whole trace, one plan a batch, which ends before the next one.
+Hits are counted from the first measured batch on; the batches before it warm the cache up.
 """
 
 from __future__ import annotations

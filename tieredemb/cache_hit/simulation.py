@@ -1,10 +1,10 @@
-"""The hot cache over a trace, without what moves rows: its plan by its own policy, in one compiled loop.
+"""The hot cache over a trace, without moving rows: the cache's plan and policy, in one compiled loop.
 
 A batch is planned as `cache.host` plans it: its rows are numbered, victims of the lowest score are evicted for the
-missed ones, none of them a row that is locked, rows that find no room are used beyond the capacity, and all scores are
+missed ones, none of them a row that is locked, rows that get no slot are used beyond the capacity, and all scores are
 raised by one use. Numbers, scores and candidates come from the cache's own kernels (`cache.plan_cpu`,
 `cache.policy_cpu`). A plan of `HostCache` takes a third of a millisecond, ten times as long. Both count the same hits
-where no two rows are equal in score and last batch; of equal rows any may leave, here as there.
+where no two rows are equal in score and last batch; of equal rows they may evict different ones.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def simulate(workload: Workload, capacity: int, policy: Policy, advance: Advance
 
 
 def _empty_cache(capacity: int, rows: int, batch_size: int) -> tuple[tuple[Any, ...], np.ndarray[Any, Any]]:
-    """The arrays of `batches_plan` between its uses and its counts, and these. Slots beyond the capacity serve the rows
-    of a batch that finds no room."""
+    """The arrays of `batches_plan` between its uses and its counts, and these. Slots beyond the capacity are for the
+    rows of a batch that get no other."""
     size = capacity + batch_size
     heap = 2 * size
     slots = (

@@ -138,7 +138,7 @@ def leave(slot, row, score, slot_of, stored):
 
 
 @jit
-def make_room(slots, rows, counts, batch, window, short, by_age, scanned, heap, threshold, victims):
+def evict(slots, rows, counts, batch, window, short, by_age, scanned, heap, threshold, victims):
     """Evicts up to `short` rows; returns how many, whose slots are in `victims` then."""
     row, score, last_batch = slots
     ranks, entries = heap
@@ -174,8 +174,8 @@ def make_room(slots, rows, counts, batch, window, short, by_age, scanned, heap, 
 
 @jit
 def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, threshold, scratch, counts):
-    """Plans the batches first … stop - 1 of a trace: counts hits, evicts rows for those that are missed, brings these
-    into slots, and raises the score of all."""
+    """Plans the batches first … stop - 1 of a trace: counts hits, evicts rows for missed ones, fills these into
+    slots, and raises the score of all."""
     use_row, occurrences, bounds = uses
     kind, unit, gains, units_per_batch, remember, by_age = policy
     row, score, last_batch = slots
@@ -204,11 +204,11 @@ def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, 
                 last_batch[slot] = np.int32(batch)
                 counts[HITS] += occurrences[use]
         short = misses - (capacity - counts[USED])
-        room = 0
+        evicted = 0
         if short > 0:
-            room = make_room(slots, rows, counts, batch, window, short, by_age, scanned, heap, threshold, victims)
+            evicted = evict(slots, rows, counts, batch, window, short, by_age, scanned, heap, threshold, victims)
         for i in range(misses):
-            if i < room:
+            if i < evicted:
                 slot = np.int64(victims[i])
             elif counts[USED] < capacity:
                 slot = counts[USED]
@@ -221,7 +221,7 @@ def batches_plan(uses, first, stop, window, policy, slots, rows, scanned, heap, 
             score[slot] = max(stored[missed[i]], np.uint32(MIN_SCORE)) if remember else np.uint32(MIN_SCORE)
             last_batch[slot] = np.int32(batch)
         counts[FETCHED] += misses
-        counts[EVICTED] += room
+        counts[EVICTED] += evicted
         now = min(np.int64(MAX_SCORE), MIN_SCORE + np.int64(batch * units_per_batch))
         for use in range(begin, end):
             slot = slot_of[use_row[use]]

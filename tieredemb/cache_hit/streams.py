@@ -1,7 +1,7 @@
-"""Trace files as streams of bytes, plain or compressed: what is not asked for is not decoded.
+"""Trace files as streams of bytes, plain or compressed: what is not read is not decoded.
 
-A few kilobytes can stand for terabytes. So a compressed file is fed to its decoder piece by piece, and only as long as
-its reader asks for more. `lzma.open` and zstandard's own reader would do so too, but the one ignores what follows a
+A few kilobytes can decode to terabytes. So a compressed file is fed to its decoder piece by piece, and only while its
+reader reads on. `lzma.open` and zstandard's own reader would do so too, but the one ignores what follows a
 damaged header, and the other takes a truncated frame for the end of the file: both would shorten a trace silently.
 """
 
@@ -27,7 +27,7 @@ _GZIP_PIECE, _XZ_PIECE, _ZST_PIECE = 4096, 1024, 256
 
 @dataclass(frozen=True, kw_only=True)
 class _Codec:
-    """`new_decoder`: makes the decoder of a frame. `piece_bytes`: what it is fed at once. `damage`: what it raises.
+    """`new_decoder`: makes the decoder of a frame. `piece_bytes`: how much it is fed at once. `damage`: what it raises.
     `padding`: bytes allowed after frames."""
 
     new_decoder: Callable[[], Any]

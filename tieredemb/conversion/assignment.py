@@ -18,9 +18,9 @@ Optimizers = Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Assigned:
-    """How one table is trained. `given`: what its module is built with · `config`: what its rows are laid out for ·
-    `follows`: the torch optimizer that has its weight, whose place the table takes · `trains`: whether a backward may
-    reach it · `carried`: what an optimizer that its weight carries, and that steps in backward, has of it."""
+    """How one table is trained. `given`: its module's `optimizer` · `config`: the optimizer that its row layout is for
+    · `follows`: the torch optimizer that has its weight, which the table replaces there · `trains`: whether a backward
+    may reach it · `carried`: of an optimizer that the weight carries and that steps in backward."""
 
     given: Optimizer
     config: OptimizerConfig | None
@@ -31,7 +31,8 @@ class Assigned:
 
 def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]:
     """How each table is trained, by name. Changes nothing. Raises `UnsupportedError` for an optimizer or an option that
-    tables lack, `ConfigError` for torch optimizers that have none of the weights, and for a weight that two have."""
+    tables lack, `ConfigError` for torch optimizers that have none of the weights, and for a weight that is in two of
+    them."""
     if optimizer is None:
         return {each.name: _in_backward(each) or _by_none(each) for each in found}
     optimizers = _torch_optimizers(optimizer)
@@ -53,7 +54,7 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
 
 
 def _torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer] | None:
-    """Those that were given; None where what was given is another way to train."""
+    """The torch optimizers that were given; None if `optimizer` is something else."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [unwrapped(optimizer)]
     if not isinstance(optimizer, Sequence) or isinstance(optimizer, str):
@@ -71,7 +72,8 @@ def _by_none(found: Found) -> Assigned:
 
 
 def _in_backward(found: Found) -> Assigned | None:
-    """Of a weight that carries its optimizer: that steps in backward and drops the gradient, whoever else has it."""
+    """How a weight is trained that carries its optimizer, which steps in backward and drops the gradient, even if
+    another optimizer has the weight, too. None of other weights."""
     of = carried(found)
     if of is None:
         return None

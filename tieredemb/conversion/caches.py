@@ -32,7 +32,7 @@ from tieredemb.tables.table_set import TableSet
 
 
 class Place(NamedTuple):
-    """Where rows are put, and what they are read as. `output_dtype`: what the model goes on with."""
+    """The device and dtype of rows. `output_dtype`: that of the lookups' results."""
 
     device: torch.device
     dtype: torch.dtype | Encoding
@@ -64,7 +64,7 @@ class Settings:
 
 
 def _device_of(weight: torch.Tensor) -> torch.device:
-    """That of a weight; torch's default device for one without content."""
+    """The device of a weight; torch's default device if it is on the meta device."""
     device = torch.get_default_device() if weight.is_meta else weight.device
     return torch.device("cpu") if device.type == "meta" else device
 
@@ -72,9 +72,9 @@ def _device_of(weight: torch.Tensor) -> torch.device:
 def make_twins(
     found: Sequence[Found], assigned: Mapping[str, Assigned], capacity: Capacity, settings: Settings
 ) -> dict[str, OneTable]:
-    """A twin of each, by name, all of them or none, whose rows are yet to be written. Tables of one width, device,
-    dtype and kind of state share a cache; the caches share the capacity. Raises `ConfigError` before any is opened,
-    where that can be told."""
+    """A twin of each embedding, by name, without rows yet; all of them or none. Tables of one width, device,
+    dtype and kind of state share a cache; the caches share the capacity. Raises `ConfigError` before any is opened, if
+    possible."""
     sets = _sets(found, assigned, settings)
     parts = shares(capacity, [_sharer(config) for config, _ in sets]) if sets else []
     twins: dict[str, OneTable] = {}
@@ -91,7 +91,7 @@ def make_twins(
             related = Related()
             for (config, members), part in zip(sets, parts, strict=True):
                 config = replace(config, capacity=part)
-                shared = Pool(config, rows=rows, related=related) if config.apart else TableSet(config, rows=rows)
+                shared = Pool(config, rows=rows, related=related) if config.separate else TableSet(config, rows=rows)
                 opened.append(shared)
                 for number, each in enumerate(members):
                     way = assigned[each.name]
@@ -132,7 +132,7 @@ def _sets(
             rounding=settings.rounding,
             output_dtype=settings.place(weight).output_dtype,
         )
-        config = replace(config, optimizer=assigned[members[0].name].config, apart=len(found) > 1)
+        config = replace(config, optimizer=assigned[members[0].name].config, separate=len(found) > 1)
         sets.append((config, members))
     return sets
 

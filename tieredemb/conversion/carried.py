@@ -15,15 +15,15 @@ from tieredemb.conversion.found import Found
 from tieredemb.errors import ConfigError, UnsupportedError, naming, shown
 from tieredemb.tables.torch_kinds import CLOSEST, as_numbers, config_of, kind_of
 
-_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # where torch keeps them, and so the weights, for good
+_HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"  # torch never frees these, nor their weights
 _LISTS = ("_in_backward_optimizers", "_overlapped_optimizers")
 _ONE = "_overlapped_optimizer"  # of earlier versions
 
 
 @dataclass(frozen=True)
 class Carried:
-    """`config`: what it means to tables · `state`: what it has of the parameter, as torch keeps it · `remark`: what its
-    users have to know of the kind, if anything."""
+    """An optimizer that a weight carries. `config`: the same optimizer for tables · `state`: its state of the weight,
+    in torch's form · `remark`: what its users have to know of this kind, or ""."""
 
     config: OptimizerConfig
     state: Mapping[str, Any]
@@ -37,8 +37,8 @@ def carries(found: Found) -> bool:
 
 def _of(found: Found) -> list[Any]:
     weight = found.module.weight
-    its = [each for name in _LISTS for each in getattr(weight, name, ())]
-    return its or ([getattr(weight, _ONE)] if hasattr(weight, _ONE) else [])
+    optimizers = [each for name in _LISTS for each in getattr(weight, name, ())]
+    return optimizers or ([getattr(weight, _ONE)] if hasattr(weight, _ONE) else [])
 
 
 def release(found: Found) -> None:
@@ -55,15 +55,15 @@ def carried(found: Found) -> Carried | None:
     """What the weight of an embedding is trained by in backward; None where nothing does. Changes nothing. Raises
     `UnsupportedError` for a kind or an option that tables lack, `ConfigError` for several of them on one weight."""
     weight = found.module.weight
-    its = _of(found)
-    if not its:
+    optimizers = _of(found)
+    if not optimizers:
         return None
-    if len(its) > 1:
+    if len(optimizers) > 1:
         raise ConfigError(
-            f"the weight of {found.shown} carries {len(its)} optimizers that step in backward; tables take one: apply "
-            f"one, or pass optimizer= to say which is meant. Nothing was changed"
+            f"the weight of {found.shown} carries {len(optimizers)} optimizers that step in backward; tables take one: "
+            f"apply one, or pass optimizer= to say which is meant. Nothing was changed"
         )
-    (optimizer,) = its
+    (optimizer,) = optimizers
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(
             f"the weight of {found.shown} carries {shown(optimizer)}, which is no torch.optim.Optimizer; pass "

@@ -43,14 +43,14 @@ def describe(model: nn.Module) -> None:
     for name, module, engine in engines:
         config = engine.tables.config
         for t, table in enumerate(config.tables):
-            its_rows = config.part(t).rows
+            own_rows = config.part(t).rows
             group, _, _ = engine.tables.locate(t)
             row_bytes = group.cache.cold.layout.format.columns * group.cache.cold.layout.carrier.itemsize
-            rows, numbers = rows + its_rows, numbers + its_rows * table.embedding_dim
-            size += its_rows * row_bytes
+            rows, numbers = rows + own_rows, numbers + own_rows * table.embedding_dim
+            size += own_rows * row_bytes
             lines.append((
-                table_name(name, module, table.name), f"{its_rows}",
-                f"{table.embedding_dim}", _bytes(its_rows * row_bytes),
+                table_name(name, module, table.name), f"{own_rows}",
+                f"{table.embedding_dim}", _bytes(own_rows * row_bytes),
                 _cache(engine.tables, group, caches), _trainer(module, engine),
             ))  # fmt: skip
     for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:

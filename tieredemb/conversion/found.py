@@ -1,4 +1,4 @@
-"""The embeddings of a model: which of them can have tiered twins, and which were asked for."""
+"""The embeddings of a model: which of them can have tiered twins, and which are to be replaced."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Choice = str | Callable[[str, Embedding], bool] | Iterable[str] | None  # of emb
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BEGIN = ("reset_parameters", "_fill_padding_idx_with_zero")
-# what a subclass may define and yet look up as its base does: how its weight begins, and how it is printed
+# what a subclass may define and still look up as its base does: its initial values, and how it is printed
 _HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__parameters__", "__orig_bases__",
              "__firstlineno__", "__static_attributes__", "extra_repr", *_BEGIN}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """An embedding of a model. `name`: where it is, as `named_modules()` names it · `reason`: why it cannot have a
-    twin, in words; None where it can."""
+    """An embedding of a model. `name`: its name in `named_modules()` · `reason`: why it cannot have a twin, as a
+    text; None if it can."""
 
     name: str
     module: Embedding
@@ -35,18 +35,18 @@ class Found:
 
     @property
     def is_meta(self) -> bool:
-        """Whether its weight has no content yet, and so its rows begin as its table generates them."""
+        """Whether its weight has no content yet, so that its table generates the initial rows."""
         return self.module.weight.is_meta
 
     @property
     def begins_by_itself(self) -> bool:
-        """Whether its class says what rows begin as, by other code than torch's."""
+        """Whether its class initialises the weight with code of its own."""
         base = nn.EmbeddingBag if isinstance(self.module, nn.EmbeddingBag) else nn.Embedding
         return any(getattr(type(self.module), name) is not getattr(base, name) for name in _BEGIN)
 
     @property
     def shown(self) -> str:
-        """It, as a message names it."""
+        """The embedding, as messages name it."""
         return repr(self.name) if self.name else "the model"
 
 
@@ -64,7 +64,7 @@ def find(model: nn.Module) -> list[Found]:
 
 
 def _reason(name: str, module: Embedding, owners: dict[nn.Parameter, list[str]]) -> str | None:
-    """Why a twin would not do what the module does."""
+    """Why a twin would not behave as the module does; None if it would."""
     base = next(kind for kind in KINDS if isinstance(module, kind))
     between = type(module).__mro__[: type(module).__mro__.index(base)]
     own = sorted({name for each in between for name in vars(each)} - _HARMLESS)
@@ -102,9 +102,9 @@ def choose(found: list[Found], include: Choice, exclude: Choice) -> list[Found]:
 
 
 def initial_values(found: list[Found], init: Init | Mapping[str, Init] | None) -> dict[str, Init]:
-    """What the rows of each embedding begin as, by its name, where its weight has no content: `init`, or the first of
-    several whose name or pattern fits, or else torch's normal values. Raises `ConfigError` for a pattern that fits
-    none, and for a class that has values of its own where no others are given."""
+    """The initial values of each embedding whose weight has no content, by its name: `init`, or the first of several
+    whose name or pattern matches, or else torch's normal values. Raises `ConfigError` for a pattern that matches none,
+    and for a class that initialises the weight with code of its own, unless values are given."""
     given = init if isinstance(init, Mapping) else {} if init is None else {"*": init}
     fits = {pattern: _matches("init", found, pattern) for pattern in given} if isinstance(init, Mapping) else None
     values: dict[str, Init] = {}

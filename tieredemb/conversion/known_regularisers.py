@@ -1,7 +1,7 @@
-"""Regularisers of libraries that people use, which find the weights of embeddings and so would miss their tables.
+"""Regularisers of known libraries that find the weights of embeddings, and so would not find their tables.
 
-One function each, by the names that the library uses; nothing is imported. It is given the model and the old weights
-by name, of which it may let go where that changes nothing, and returns what the user is to be warned of.
+There is one function for each library, which uses the library's names and imports nothing. It is given the model and
+the old weights by name. It removes old weights from lists where that changes no result, and returns warnings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Weights = Mapping[str, weakref.ref[torch.Tensor]]
 def deepctr(model: nn.Module, old: Weights) -> list[str]:
     """DeepCTR-Torch's `BaseModel.regularization_weight`: lists of weights, or of names and weights, each with factors
     l1 and l2 of terms of the loss. Where both are 0 the old weights leave their list."""
-    said = []
+    remarks = []
     for module in model.modules():
         terms = getattr(module, "regularization_weight", None)
         if not isinstance(terms, list):
@@ -34,11 +34,11 @@ def deepctr(model: nn.Module, old: Weights) -> list[str]:
                 continue
             weights[:] = kept
             if l1 or l2:
-                said.append(
+                remarks.append(
                     f"regularization_weight of the {type(module).__name__} had {_terms(l1, l2)} of weights that are "
                     f"tables now, and no longer has: {_instead(l1, l2, 'l2_reg_embedding=0 and l2_reg_linear=0')}"
                 )
-    return said
+    return remarks
 
 
 def torch_rechub(model: nn.Module, old: Weights) -> list[str]:
@@ -57,7 +57,7 @@ def torch_rechub(model: nn.Module, old: Weights) -> list[str]:
 
 
 def _of_another(loss: nn.Module, model: nn.Module) -> bool:
-    """Whether who holds a loss has other models beside it, and not this one: a trainer from before, for one."""
+    """Whether the object that holds a loss has other models and not this one, as an earlier trainer has."""
     held = [
         holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}) for holder in gc.get_referrers(loss)
     ]

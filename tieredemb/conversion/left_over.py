@@ -1,8 +1,8 @@
-"""What still holds an embedding that was replaced, or its weight, and so would go on with numbers that no longer train.
+"""Finds what still references a replaced embedding or its weight, and so would use values that no longer train.
 
-Modules are found by `named_modules()`; people keep them in plain lists, dicts and attributes as well, and weights in
-lists of what is to be regularised. What the model itself has so is given the twin, or the table that is a parameter. Of
-other weights the holders are named, as far as Python's garbage collector can tell them.
+`named_modules()` finds modules; code also keeps them in plain lists, dicts and attributes, and keeps weights in lists
+for regularisation. If the model itself does so, the reference is replaced by the twin, or by the table's parameter. For
+other references to weights a warning names the objects that hold them, if Python's garbage collector finds these.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import nn
 from tieredemb.conversion.known_regularisers import KNOWN, Weights
 from tieredemb.errors import some_of
 
-_DEPTH = 6  # of containers and objects in each other
-_ITEMS = 10_000  # of a container that is looked into: a longer one holds data
-_SILENT = (nn.Embedding, nn.EmbeddingBag, types.CellType)  # which count by who holds them
+_DEPTH = 6  # of containers and objects nested in each other
+_ITEMS = 10_000  # of a container that is searched: a longer one holds data
+_SILENT = (nn.Embedding, nn.EmbeddingBag, types.CellType)  # not named themselves, but by what references them
 _CONTAINERS = (list, tuple, set, frozenset, dict, *_SILENT)
-_PASSING = (types.FrameType, types.GeneratorType, Iterator, nn.Parameter)  # hold for a moment, or nothing
+_PASSING = (types.FrameType, types.GeneratorType, Iterator, nn.Parameter)  # reference it for a moment, or not at all
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device, type,
           types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)  # fmt: skip
 
@@ -55,7 +55,7 @@ def _exchanged(
     seen: set[int],
     depth: int,
 ) -> Any:
-    """`value`, or the twin of it, or a tuple with twins in it; changes what is inside it in place."""
+    """`value`, or its twin, or a tuple that contains twins; other containers are changed in place."""
     if type(value) in weakref.ProxyTypes:  # which pass for what they point at
         return value
     if isinstance(value, nn.Module):
@@ -82,8 +82,8 @@ def _exchanged(
 
 
 def left_over(model: nn.Module, old: Weights) -> list[str]:
-    """What to warn of: who holds old weights that are still there, and what will not happen because of it."""
-    said = [text for known in KNOWN for text in known(model, old)]
+    """Warnings: what still references old weights, and what will no longer happen because of that."""
+    remarks = [text for known in KNOWN for text in known(model, old)]
     if any(ref() is not None for ref in old.values()):
         gc.collect()  # modules refer to themselves
     held: dict[str, list[str]] = {}
@@ -93,13 +93,13 @@ def left_over(model: nn.Module, old: Weights) -> list[str]:
             held.setdefault(holder, []).append(name)
         del weight
     for holder, names in held.items():
-        said.append(
+        remarks.append(
             f"the old weights of {some_of(names)} live on, held by {holder}: they take memory and train no longer, so "
             f"what is done to them there (a regulariser, another optimizer, a score) does not happen to the tables. "
             f"Drop them there; for an L2 regulariser give the tables' param group weight_decay=2 * l2; pass several "
             f"optimizers as optimizer=[one, other]"
         )
-    return said
+    return remarks
 
 
 def _holders(weight: torch.Tensor) -> list[str]:

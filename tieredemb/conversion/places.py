@@ -14,7 +14,7 @@ _LISTED = 5  # texts in a warning
 
 
 def swap(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts other modules in the places of those that `model` has, also where plain attributes hold them."""
+    """Replaces modules of `model` by others, also where plain attributes reference them."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in others:
@@ -33,8 +33,8 @@ def put_back(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, list[Any]]], state: Mapping[Any, Any]
 ) -> None:
     """Gives an optimizer the params and the state that it had."""
-    for group, its_own in zip(optimizer.param_groups, groups, strict=True):
-        for name, values in its_own.items():
+    for group, values_of in zip(optimizer.param_groups, groups, strict=True):
+        for name, values in values_of.items():
             group[name][:] = values
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -164,7 +164,7 @@ def _followed(assigned: Mapping[str, Assigned]) -> list[torch.optim.Optimizer]:
 
 
 def _of_meta(optimizer: torch.optim.Optimizer, tables: Collection[int]) -> str | None:
-    """What to warn of where an optimizer has params without content, beside those with ids in `tables`."""
+    """Warnings for an optimizer that has params without content, in addition to those with ids in `tables`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     params = [param for param in params if param.is_meta and id(param) not in tables]
     has_state = any(optimizer.state.get(param) for param in params)

@@ -1,8 +1,8 @@
-"""Tables take over what they are to hold one by one: rows, optimizer state, and the place in the model.
+"""Tables take over rows, optimizer state and the place in the model from their embeddings, one after another.
 
-As soon as a table has its rows nothing here holds the weight any more, which is freed where nobody else does: so a
-conversion needs memory for one table beside its result. Each step leaves a model that is right. What fails on the way
-is undone, from the tables where a weight is gone.
+As soon as a table has its rows, nothing here references the weight any more, so it is freed unless other code holds
+it: a conversion needs memory for one table in addition to its result. After each step the model is valid. A failure is
+undone; a weight that was freed is read back from its table.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Place = tuple[nn.Module, str]  # a module, and the name of one inside of it
 def take_over(
     model: nn.Module, found: list[Found], twins: Mapping[str, OneTable], assigned: Mapping[str, Assigned]
 ) -> None:
-    """Gives each twin the rows of its embedding, its place in its optimizer and those in the model. All or none, until
-    it returns. `found`: is empty then."""
+    """Gives each twin the rows of its embedding, and puts it in the optimizer and the model in place of that. If one
+    fails, all are undone. `found` is emptied."""
     sets = {id(twin.tables.whole): twin.tables.whole for twin in twins.values()}.values()
     done: list[_Taken] = []
     try:
@@ -40,7 +40,7 @@ def take_over(
             tables.filled()
     except BaseException:
         for each in reversed(done):
-            each.undo()  # if that fails, too, tables stay open: they have the rows
+            each.undo()  # if that fails, too, tables stay open, as they have the rows
         for tables in sets:
             tables.undo_opening()
         raise
@@ -54,11 +54,11 @@ def _places(model: nn.Module, found: Sequence[Found]) -> dict[str, tuple[Place, 
         for name, child in parent._modules.items():
             if child in names:
                 places[names[child]].append((parent, name))
-    return {name: tuple(its) for name, its in places.items()}
+    return {name: tuple(where) for name, where in places.items()}
 
 
 class _Taken:
-    """A table that takes over from an embedding, and what undoes that."""
+    """A table that takes over from an embedding, and what is needed to undo that."""
 
     def __init__(self, found: Found, twin: OneTable, places: Sequence[Place]) -> None:
         self._module: Any = found.module  # or a weak reference
@@ -66,10 +66,10 @@ class _Taken:
         self._twin = twin
         self._places = places
         self._optimizer: torch.optim.Optimizer | None = None
-        self._state: Any = None  # what its optimizer keeps of the weight, as long as the table has not all of it
+        self._state: Any = None  # the optimizer's state of the weight, until the table has all of it
         weight = found.module.weight
         self._made_as = weight.device, weight.dtype, weight.requires_grad
-        self._shell = copy.copy(found.module)  # the module but for its weight
+        self._shell = copy.copy(found.module)  # the module without its weight
         self._shell._parameters = {"weight": None}
 
     def take(self, way: Assigned) -> None:
@@ -91,14 +91,14 @@ class _Taken:
         twin.requires_grad_(way.trains)
         for parent, name in self._places:
             setattr(parent, name, twin)
-        # a table that rounds, or has the rows of a file, could not give it back
+        # if a table rounds, or uses the rows of a file, the weight cannot be read back from it
         rounds = torch.promote_types(weight.dtype, twin.tables.weight_dtype(0)) != twin.tables.weight_dtype(0)
         if self._places and is_new and not is_meta and not rounds and weight.grad is None:
             self._module, self._weight = weakref.ref(self._module), weakref.ref(weight)
             self._state = None
 
     def undo(self) -> None:
-        """Puts the embedding back, as far as the table has taken its place."""
+        """Puts the embedding back where the table has replaced it."""
         twin = self._twin
         weight = self._weight() if isinstance(self._weight, weakref.ref) else self._weight
         module = self._module() if isinstance(self._module, weakref.ref) else self._module

@@ -24,7 +24,7 @@ def followed_by(module: OneTable) -> FollowedOptimizer | None:
 
 
 def dtype_of(module: OneTable) -> torch.dtype:
-    """That of the module's outputs, with which the model goes on, and so of torch's weight."""
+    """The dtype of the module's outputs, and so that of torch's weight."""
     return module.tables.config.output_dtype
 
 
@@ -71,15 +71,16 @@ def torch_module(module: OneTable) -> Embedding:
 
 
 def torch_state(module: OneTable, param: nn.Parameter) -> dict[str, Any]:
-    """What the torch optimizer that a module follows keeps of its weight, as it keeps that of `param`, which is to take
-    its place. Raises `StorageFullError` where memory cannot hold it."""
+    """The state that the torch optimizer keeps of a module's table, in torch's form for `param`, which will replace the
+    table. Raises `StorageFullError` where memory cannot hold it."""
     followed = followed_by(module)
     assert followed is not None
     assert followed.optimizer is not None
     if not followed.has_state(0):
         return {}
     group = followed.optimizer.param_groups[followed.group]
-    on_device = bool(group.get("capturable")) or bool(group.get("fused"))  # where torch has the step beside the param
+    # Then torch keeps the step on the device of the param.
+    on_device = bool(group.get("capturable")) or bool(group.get("fused"))
     state = followed.torch_state(0)
     for name, value in state.items():
         if name != "step":

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trial(arguments: argparse.Namespace) -> Trial | None:
-    """What `--size` asks for. Raises `ConfigError` where it does not fit."""
+    """The table that `--size` describes. Raises `ConfigError` where it does not fit."""
     if arguments.size is None:
         if arguments.path is not None or arguments.beyond_gpu:
             raise ConfigError("--path and --beyond-gpu say where a table of --size SIZE is tried; give --size too")

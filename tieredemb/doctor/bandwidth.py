@@ -76,10 +76,10 @@ def check_bandwidth(width: int, table_bytes: int) -> list[Finding]:
 def _median_ms(run: Callable[[int], object]) -> float:
     """Median milliseconds of `run(round)`, by device events."""
     samples = []
-    for turn in range(_WARM_UP + _ROUNDS):
+    for number in range(_WARM_UP + _ROUNDS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run(turn)
+        run(number)
         stop.record()
         stop.synchronize()
         samples.append(start.elapsed_time(stop))
@@ -89,7 +89,7 @@ def _median_ms(run: Callable[[int], object]) -> float:
 def _copy_finding(device: torch.device, free_bytes: int) -> Finding:
     source = torch.zeros(min(_COPY_BYTES, free_bytes // 8), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    milliseconds = _median_ms(lambda turn: target.copy_(source))
+    milliseconds = _median_ms(lambda number: target.copy_(source))
     gb_s = 2 * source.nbytes / milliseconds / 1e6
     return ok("gpu memory", f"copy {gb_s:,.0f} GB/s, read and written", copy_gb_s=gb_s)
 
@@ -133,8 +133,8 @@ def measure_on_gpu(cold: ColdRows, device: torch.device) -> tuple[Rates, bool]:
     n = max(1, min(rows, _ROUND_ROWS, _ROUND_BYTES // (4 * width)))
     keys = torch.randint(rows, (_WARM_UP + _ROUNDS, n), device=device)
     buffer = torch.zeros(n, width, device=device)
-    read_ms = _median_ms(lambda turn: gather(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
-    write_ms = _median_ms(lambda turn: scatter(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
+    read_ms = _median_ms(lambda number: gather(_BLOCKS, _THREADS, keys[number], n, address, buffer))
+    write_ms = _median_ms(lambda number: scatter(_BLOCKS, _THREADS, keys[number], n, address, buffer))
     rates = Rates(rows=n, row_bytes=4 * width, table_bytes=cold.layout.weight_bytes, read_ms=read_ms, write_ms=write_ms)
     distinct: torch.Tensor = keys.unique()[:n]
     content = (distinct[:, None] * 31 + torch.arange(width, device=device)).remainder(1 << 24).float()

@@ -28,7 +28,7 @@ WITH_GPU = "with an NVIDIA GPU: "
 
 
 def check_packages() -> list[Finding]:
-    """This package, Python, the required packages, and what the extras bring. Reads metadata, imports nothing."""
+    """This package, Python, the required packages, and what the extras install. Reads metadata, imports nothing."""
     ours, version = sys.modules["tieredemb"].__version__, platform.python_version()
     found = [ok("tieredemb", ours, version=ours), ok("python", version, version=version)]
     found += [_package(package, "pip install tieredemb") for package in ("torch", "numpy", "numba")]
@@ -101,11 +101,11 @@ def check_memory() -> list[Finding]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be taken without swapping, or beyond a container's limit, where the kernel tells."""
+    """Bytes that can be taken without swapping, or beyond a container's limit, if the kernel reports these."""
     kib = _first_match(Path("/proc/meminfo"), r"^MemAvailable:\s*(\d+) kB$")
     known = [int(kib) * 1024] if kib else []
     limit, used = (_first_match(CGROUP / name, r"^(\d+)$") for name in ("memory.max", "memory.current"))
-    if limit and used:  # a container's; of what it has used, the cache of files makes room
+    if limit and used:  # a container's; the cache of files, which it counts as used, can be freed
         cached = _first_match(CGROUP / "memory.stat", r"^inactive_file (\d+)$")
         known.append(max(0, int(limit) - int(used) + int(cached or 0)))
     return min(known, default=None)

@@ -27,7 +27,7 @@ from tieredemb.errors import ConfigError
 from tieredemb.progress import Advance, progress
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 
-MOST = 0.9  # of what is free: the rest of the machine goes on
+MOST = 0.9  # of what is free: other programs need the rest
 TRUSTED = 0.5  # of a small table's rate
 _SMALL_BYTES = GIB
 _ROUNDS, _ROUND_BYTES, _ROUND_ROWS = 5, 64 << 20, 1 << 18
@@ -101,7 +101,7 @@ class Trial:
 
 
 def try_size(trial: Trial) -> list[Finding]:
-    """Tries it, and says what was seen. A GPU that cannot be used is a finding beside that of the host's memory."""
+    """Tries it, and reports the results. A GPU that cannot be used is a finding in addition to that of host memory."""
     found = []
     if not torch.cuda.is_available() and trial.path is None:
         found.append(
@@ -171,7 +171,8 @@ def _commit(cold: ColdRows, advance: Advance) -> None:
 
 
 def _measure_on_host(cold: ColdRows) -> tuple[Rates, bool]:
-    """By the calls that a cache makes. Each round has rows of its own; all are written before the first is read."""
+    """Measures with the calls that a cache makes. Each round has rows of its own; all are written before the first is
+    read."""
     from tieredemb.cache.host.hot_rows import HotRows
 
     rows, width = cold.layout.rows, cold.layout.width
@@ -199,7 +200,7 @@ def _measure_on_host(cold: ColdRows) -> tuple[Rates, bool]:
 def _content(
     keys: np.ndarray[tuple[int], np.dtype[np.int64]], width: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """What row `keys[i]` is given: float32 (N, D), exact numbers that tell rows and columns apart."""
+    """The values for row `keys[i]`: float32 (N, D), exact numbers that differ between rows and columns."""
     return ((keys[:, None] * 31 + np.arange(width)) % (1 << 24)).astype(np.float32)
 
 

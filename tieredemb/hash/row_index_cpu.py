@@ -1,8 +1,8 @@
-"""The slots of all rows of a key space, one by one: what a cache has in place of a map over rows in memory.
+"""An array of the slots of all rows of a key space, which a cache over rows in memory uses in place of a map.
 
-A row takes 4 bytes, whether it is in a slot or not, beside the 8 bytes or more of the row itself. A find is one read,
-where a map hashes and probes. A row in no slot may have a negative number there instead of 0, by which whoever reads
-rows where they lie knows those that it has met already (`cache/plan_cpu.py`).
+A row takes 4 bytes, in a slot or not, in addition to the 8 bytes or more of the row itself. A find is one read, where a
+map hashes and probes. A row without a slot may have a negative number instead of 0, by which lookups in place recognise
+rows that they have seen already (`cache/plan_cpu.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 FIND_GRAIN = 8192  # finds a thread is worth
-AHEAD = 16  # finds whose lines are asked for early
+AHEAD = 16  # finds whose lines are prefetched
 
 
 class RowIndex:
-    """As a `SlotMap`, of keys in [0, rows). `slot_plus_one`: int32 (rows,), of each row its slot + 1, or what is not
-    positive: memory that is zero and not committed until it is used."""
+    """As a `SlotMap`, for keys in [0, rows). `slot_plus_one`: int32 (rows,), for each row its slot + 1, or a number
+    that is not positive: memory that is zero and not committed until it is used."""
 
     def __init__(self, rows: int) -> None:
         self.slot_plus_one: Array = np.zeros(rows, np.int32)
@@ -44,7 +44,7 @@ class RowIndex:
         self.slot_plus_one[keys] = 0
 
     def grow(self, slots: int) -> None:
-        """Has room for any number of slots."""
+        """Does nothing: it holds any number of slots."""
 
 
 @over_ranges

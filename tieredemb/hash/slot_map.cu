@@ -1,4 +1,4 @@
-// The map from key to slot by itself: the functions that a plan uses, as kernels.
+// The map from key to slot alone: the functions that a plan uses, as kernels.
 #include "common.cuh"
 #include "slot_map.cuh"
 
@@ -27,7 +27,7 @@ extern "C" __global__ void slot_map_erase(Cell *cells, i64 n_cells, const i64 *k
     if (thread_index() == 0) *tombstones += *count;
 }
 
-// Fills an emptied map from the slots' keys (negative: no row), the truth that it indexes.
+// Fills an emptied map from the slots' keys (negative: no row), which it indexes.
 extern "C" __global__ void slot_map_rebuild(Cell *cells, i64 n_cells, const i64 *slot_keys, i64 n_slots) {
     wait_for_prior_kernel();
     for (i64 slot = thread_index(); slot < n_slots; slot += thread_count())

@@ -44,7 +44,7 @@ __device__ __forceinline__ void insert_slot(Cell *cells, i64 n_cells, i64 key, i
     }
 }
 
-// Leaves a tombstone in the cell of a present key.
+// Writes a tombstone to the cell of a present key.
 __device__ __forceinline__ void erase_slot(Cell *cells, i64 n_cells, i64 key) {
     i64 at = first_cell(key, n_cells);
     while (cells[at].key != key + 1) at = at + 1 == n_cells ? 0 : at + 1;

@@ -6,7 +6,7 @@ CPU. See cuCollections `static_map` for the verbs.
 
 Inserting takes the first free cell in probe order, by compare-and-swap, and follows a finished find. As cells only
 fill meanwhile, equal keys meet in the same cell. On a GPU erasing leaves a tombstone; past a quarter of the cells the
-map is rebuilt from the slots' keys (`missed_settle` in cache/plan.cu). The map knows no scores.
+map is rebuilt from the slots' keys (`missed_resolve` in cache/plan.cu). The map knows no scores.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SlotMap:
         slot_map_erase(self.cells, keys)
 
     def grow(self, slots: int) -> None:
-        """Makes room for `slots` keys, keeping the content."""
+        """Enlarges the map for `slots` keys, keeping the content."""
         old = self.cells
         if int(slots / LOAD) > len(old):
             used = old[:, 0] != EMPTY_CELL

@@ -1,4 +1,4 @@
-"""The only place that compiles: numba for the CPU (`cpu`), CUDA for the GPU (`compiler`, loaded where there is one).
+"""The only place that compiles: numba for the CPU (`cpu`), CUDA for the GPU (`compiler`, loaded if there is one).
 
 `twin` finds the implementation of an op for a device: the module `<op>_cpu` or `<op>_cuda` beside the op's contract.
 Twins take the same arguments. They load on first use, so that `import tieredemb` stays quick.
@@ -19,7 +19,7 @@ IMPORTED = time.time()  # what this process runs are the files of the package as
 
 
 def check_device(device: torch.device) -> torch.device:
-    """Returns `device` if it has kernels and is there; raises `UnsupportedError` otherwise, or
+    """Returns `device` if it exists and has kernels; raises `UnsupportedError` otherwise, or
     `MissingDependencyError` without CuPy."""
     if device.type not in DEVICES:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""What a launch packs, and what it may be given: by the kernel's parameters in the source, and nothing else.
+"""The arguments of a launch and their packing, derived from the kernel's parameters in the source.
 
-A pointer takes a tensor of its type, or an address: an int, 0 for none. A struct is given whole, as a value of the type
-that `struct_type` makes of its fields. All of this is found once a kernel, and none of it in a launch.
+A pointer takes a tensor of its type, or an address: an int, 0 for none. A struct is passed as a value of the type that
+`struct_type` makes of its fields. All of this is derived once for each kernel, not in a launch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ DTYPES = {  # of what a pointer points to: torch computes with signed integers, 
 }
 WORD_DTYPES = (torch.int32, torch.float32)  # of a `word_t`
 OF_ANY_DTYPE = ("row_t", "out_t", "void")
-LOWEST_ADDRESS = 2**32  # nothing that a kernel reaches lies lower: a smaller number is no address, but took one's place
+LOWEST_ADDRESS = 2**32  # kernels reach no lower addresses: a smaller number is not an address, but a misplaced argument
 
 
 class Argument(NamedTuple):
-    """What may stand in one place. `declared`: as the source says it · `packed`: how `struct` packs it · `alignment`:
-    of its own bytes · `dtypes`: of a tensor where it is a pointer, None for any · `points_to`: the alignment of what a
-    pointer points to, 0 for no pointer · `whole`: the type of a struct's values · `numbers`: of an array in a struct, 0
-    for none."""
+    """One argument. `declared`: its declaration in the source · `packed`: its format for `struct` · `alignment`: in
+    bytes · `dtypes`: of a tensor if it is a pointer, None for any · `points_to`: the alignment behind a pointer, 0 for
+    no pointer · `whole`: the type of a struct's values · `numbers`: length of an array in a struct, 0 for none."""
 
     name: str
     declared: str
@@ -55,8 +54,8 @@ class Argument(NamedTuple):
                 part.takes(field, device) for part, field in zip(self.whole.parts, given.fields, strict=True)
             )
         if isinstance(given, torch.Tensor):
-            of_its_type = self.points_to and (self.dtypes is None or given.dtype in self.dtypes)
-            return bool(of_its_type and given.get_device() == device and given.is_contiguous())
+            has_dtype = self.points_to and (self.dtypes is None or given.dtype in self.dtypes)
+            return bool(has_dtype and given.get_device() == device and given.is_contiguous())
         if self.points_to:
             is_address = isinstance(given, int) and given >= LOWEST_ADDRESS and given % self.points_to == 0
             return is_address or (isinstance(given, int) and given == 0)
@@ -149,7 +148,7 @@ def _array(argument: Argument, counts: tuple[int, ...]) -> Argument:
 
 
 def _argument(source: Source, name: str, type: Type, place: str) -> Argument:
-    its_type = source.resolve(type, place)
+    resolved = source.resolve(type, place)
     size, alignment = source.size(type, place)
     declared = f"{type.name} {'*' * type.pointer}{name}"
     if type.pointer:
@@ -157,23 +156,23 @@ def _argument(source: Source, name: str, type: Type, place: str) -> Argument:
         dtypes = _dtypes(source, pointed.name, source.resolve(Type(pointed.name, True), place))
         points_to = 1 if dtypes is None else source.size(pointed, place)[1]
         return Argument(name, declared, ADDRESS, alignment, dtypes, points_to)
-    if its_type in source.structs:
-        return Argument(name, declared, f"{size}s", alignment, whole=struct_type(source.file, its_type))
-    if its_type not in PACKED:
+    if resolved in source.structs:
+        return Argument(name, declared, f"{size}s", alignment, whole=struct_type(source.file, resolved))
+    if resolved not in PACKED:
         raise SourceError(f"{place}: a {type.name} cannot be given to a kernel")
-    return Argument(name, declared, PACKED[its_type], alignment)
+    return Argument(name, declared, PACKED[resolved], alignment)
 
 
-def _dtypes(source: Source, name: str, its_type: str) -> tuple[torch.dtype, ...] | None:
+def _dtypes(source: Source, name: str, resolved: str) -> tuple[torch.dtype, ...] | None:
     """Of the tensors that a pointer may be given; of a struct's by its first field."""
     if name in OF_ANY_DTYPE:
         return None
     if name == "word_t":
         return WORD_DTYPES
-    if its_type in source.structs:
-        first = next(source.leaves(its_type))
-        its_type = "long long" if first.type.pointer else source.resolve(first.type, name)
-    return (DTYPES[its_type],)
+    if resolved in source.structs:
+        first = next(source.leaves(resolved))
+        resolved = "long long" if first.type.pointer else source.resolve(first.type, name)
+    return (DTYPES[resolved],)
 
 
 def _packing(arguments: Sequence[Argument], size: int = 0) -> tuple[struct.Struct, list[int]]:

@@ -1,11 +1,11 @@
 """The directory of compiled CPU kernels: one that no other user can write to.
 
-What lies there is unpickled and run, so whoever can write there runs code in this process. numba takes any directory
-that it can write to itself. Here a directory counts if it belongs to this user, neither its group nor others may write
-to it, and nobody but this user and root can put another in its place: every directory and link of its path belongs to
-one of the two, and nobody else may write to those directories, but where the sticky bit (as that of /tmp) keeps what is
-in them. OpenSSH applies the same rules to the files that it trusts (`safe_path`). Who owns `/` counts as root: in a
-container where root is nobody (`user_namespaces(7)`) its directories belong to another number.
+Its files are unpickled and run, so a user who can write there can run code in this process. numba accepts any directory
+that it can write to. Here a directory is accepted if it belongs to this user, neither its group nor others may write to
+it, and only this user and root can replace it: every directory and link of its path belongs to one of the two, and no
+other user may write to those directories, unless the sticky bit (as of /tmp) protects their entries. OpenSSH applies
+the same rules to the files that it trusts (`safe_path`). The owner of `/` counts as root: in a container where root is
+nobody (`user_namespaces(7)`) its directories belong to another number.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_LINKS = 40  # of one path, as Linux
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where kernels are cached. `path`: the directory, which may have yet to be made; None where there is none ·
-    `refused`: the directories that come before it, and why each of them is not used."""
+    """Where kernels are cached. `path`: the directory, which may not exist yet; None if there is none · `refused`:
+    directories with precedence that are not used, with reasons."""
 
     path: str | None
     refused: dict[str, str]
@@ -36,8 +36,8 @@ class Place:
 
 
 def find_place(chosen: str) -> Place:
-    """The first safe one of: a directory in that of `chosen` (`NUMBA_CACHE_DIR`) where it is not empty, in the user's
-    cache directory, in that of temporary files. Makes none."""
+    """The first safe directory inside `chosen` (`NUMBA_CACHE_DIR`), if that is not empty, the user's cache directory,
+    or that of temporary files. Makes none."""
     refused: dict[str, str] = {}
     for root, path in _candidates(chosen):
         fault = fault_of(root) or fault_of(path)
@@ -48,14 +48,14 @@ def find_place(chosen: str) -> Place:
 
 
 def _candidates(chosen: str) -> Iterator[tuple[str, str]]:
-    """Directories of the user, and what is made in them for kernels."""
+    """Directories of the user, and the names of kernels' directories in them."""
     if chosen:
         root = os.path.abspath(chosen)
         yield root, os.path.join(root, "tieredemb", "kernels")
     caches = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(caches):  # the specification of XDG: a relative path is to be ignored
         caches = os.path.expanduser("~/.cache")
-    if os.path.isabs(caches):  # it is not, where nobody knows the home of this user
+    if os.path.isabs(caches):  # if the home of this user is unknown
         root = os.path.join(caches, "tieredemb")
         yield root, os.path.join(root, "kernels")
     try:
@@ -98,7 +98,7 @@ def fault_of(path: str) -> str | None:
             info = os.lstat(here)
             target = os.readlink(here) if stat.S_ISLNK(info.st_mode) else None
         except FileNotFoundError:
-            return _fault_of_room(at)
+            return _fault_of_access(at)
         except OSError as error:
             return f"{here} cannot be looked at ({error.strerror})"
         if fault := _fault_of_owner(here, info):
@@ -125,7 +125,7 @@ def _fault_of_owner(path: str, info: os.stat_result) -> str | None:
 
 
 def _fault_of_parent(path: str, info: os.stat_result) -> str | None:
-    """Of a directory above the one that is wanted: whether others can put another in the place of what is in it."""
+    """Checks a parent directory: whether other users can replace its entries."""
     open_to = info.st_mode & OTHERS
     if not open_to or info.st_mode & stat.S_ISVTX:
         return None
@@ -141,17 +141,16 @@ def _fault_of_end(path: str) -> str | None:
         return f"{path} belongs to another user ({_name(info.st_uid)})"
     if info.st_mode & OTHERS:
         return f"other users can write to {path} (mode {stat.S_IMODE(info.st_mode):04o})"
-    return _fault_of_room(path)
+    return _fault_of_access(path)
 
 
-def _fault_of_room(path: str) -> str | None:
+def _fault_of_access(path: str) -> str | None:
     return None if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written to"
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the one that this user has for himself, so that what it may write only he may: it is named as
-    he is and has no other members, as distributions make it, whose umask then lets it write. Group 0 never is: in
-    containers it is that of every user."""
+    """Whether a group is this user's private one: it has the user's name and no other members, as distributions make
+    it, whose umask then lets it write. Group 0 never is: in containers it is the group of every user."""
     try:
         user, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:

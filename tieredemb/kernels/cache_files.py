@@ -1,7 +1,7 @@
 """Files of compiled kernels, in directories of the user's own (cache_directory.py).
 
-The name of a directory and of a file says all that the content depends on, so a file is written once. It appears as a
-whole, by a rename, and begins with a digest of the rest: what a crash has cut counts as missing. A process that begins
+The names of a directory and of a file determine the content, so a file is written once. It appears complete, by a
+rename, and begins with a digest of the rest: a file that a crash has truncated counts as missing. A process that makes
 a directory removes those that were not used for long.
 """
 
@@ -34,7 +34,7 @@ def warn_once(message: str) -> None:
 
 
 def folder_at(path: str) -> Folder | None:
-    """The directory at `path`, which may have yet to be made; None, with a warning, where it is not safe."""
+    """The directory at `path`, which may not exist yet; None, with a warning, if it is not safe."""
     if os.path.lexists(path) and (fault := cache_directory.fault_of(path)):
         warn_once(f"kernels of {os.path.basename(path)} are not cached: {fault}")
         return None

@@ -1,6 +1,6 @@
-"""Captures of CUDA graphs that leave torch as it was, where they fail too.
+"""Captures of CUDA graphs that restore torch's state, even if they fail.
 
-A call that no graph can hold makes a capture invalid, and its end then fails. torch's own (`torch.cuda.graph`, up to
+A call that no graph can contain makes a capture invalid, and its end then fails. torch's own (`torch.cuda.graph`, up to
 2.13 at least) stops there: the captured stream stays the current one, the memory pool stays open, and the default
 generator goes on counting for a graph, so that the next random number drawn eagerly is an error. What its
 `CUDAGraph::capture_end` leaves undone is done here.
@@ -56,11 +56,11 @@ def no_collector() -> Iterator[None]:
 
 
 class Capture:
-    """Captures into `graph`, on `stream`, what this thread launches inside; `pool`: of another graph, to share its
-    memory. What is raised inside comes out as it is, whatever that does to the end of the capture; an end that fails by
-    itself raises torch's error. Either way streams, generators and the allocator are then as they were before.
+    """Captures into `graph`, on `stream`, the launches of this thread inside. `pool`: of another graph, to share its
+    memory. An exception inside is raised unchanged, whatever it does to the end of the capture; if only the end fails,
+    torch's error is raised. In any case streams, generators and the allocator are restored.
 
-    `at_once`: does not wait for the device first, nor gives back what torch's allocator keeps."""
+    `at_once`: does not wait for the device first, nor free the unused memory of torch's allocator."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None, *, at_once: bool = False
@@ -115,8 +115,8 @@ class Capture:
             torch.clear_autocast_cache()  # of casts that were captured and have never run
 
     def _release_pool(self) -> None:
-        """Lets no more memory come from the pool, and gives this graph's part in it up: the graph does that by itself
-        where its capture has come to an end, which it tells by knowing its pool."""
+        """Ends allocations from the pool, and releases this graph's part in it, which the graph does by itself if its
+        capture has ended: then it has its pool."""
         try:
             self._graph.pool()
         except RuntimeError:

@@ -1,7 +1,7 @@
-"""Large work in chunks: all threads take them one by one, for what mostly runs without the GIL.
+"""Large work in chunks, which all threads take one by one, for work that mostly runs without the GIL.
 
-A few chunks a thread are one round: between rounds an interrupt ends the work, and progress is told. Each thread has a
-number, for memory of its own. When a call returns, or raises, none of its threads is at work any more.
+A few chunks a thread are one round: between rounds an interrupt ends the work, and progress is reported. Each thread
+has a number, for its own memory. When a call returns or raises, none of its threads is working any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def each(
     `work` returns. Raises what a call has raised; then others may not have been made."""
     threads = threads or torch.get_num_threads()
     left, some = iter(chunks), deque[T]()
-    pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredemb-chunks")  # which starts what it needs
+    pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredemb-chunks")  # it starts threads as needed
     try:
         while some := deque(itertools.islice(left, _ROUND * threads)):
             others = [pool.submit(_take, thread, work, some) for thread in range(1, min(threads, len(some)))]
@@ -51,7 +51,7 @@ def _take(thread: int, work: Callable[[T, int], int], left: deque[T]) -> int:
 
 
 def _end(pool: ThreadPoolExecutor) -> None:
-    """Waits until no thread is at work, also where an interrupt comes meanwhile, which is raised then."""
+    """Waits until no thread is working, even after an interrupt, which is then raised."""
     interrupt: BaseException | None = None
     while True:
         try:

@@ -1,9 +1,8 @@
-"""CUDA graphs that hold collectives of a process group: they are freed before the group ends, and not waited for as if
-every rank were there.
+"""CUDA graphs with collectives of a process group: they are freed before the group ends, also after a rank has left.
 
-NCCL's end of a communicator waits until no graph holds one of its collectives: `destroy_process_group()` would wait for
-ever while a captured step is alive, which a variable of the user's keeps alive as long as it likes. And a graph's end
-waits for its replay, which waits for a rank that has gone, until its communicators are given up.
+NCCL ends a communicator only when no graph contains one of its collectives: `destroy_process_group()` would wait for
+ever while a captured step is alive, which a user's variable may keep alive. And freeing a graph waits for its replay,
+which may wait for a rank that has left, until its communicators are aborted.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import torch.distributed as dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
-PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a GPU is waited for, and how often it is asked
-QUICK = 5e-4  # seconds: how long it is asked all the time before, as even the shortest sleep takes a tenth of that
+PATIENCE, POLL = 10.0, 2e-5  # seconds: how long to wait for a GPU, and how often to query it
+QUICK = 5e-4  # seconds: how long to query it without sleeping, as even the shortest sleep takes a tenth of that
 LAST = 5.0  # seconds: how long what a GPU does is waited for once ranks exchange nothing any more
 
 
@@ -39,9 +38,8 @@ class Holder(Protocol):
 
 
 def is_over(done: torch.cuda.Event, patience: float | None = None) -> bool:
-    """Waits for a replay, or whatever a GPU does. False where that does not end within `patience` seconds, by default
-    `PATIENCE`: it may wait for a rank that has gone, of which the others learn as soon as hosts tell each other
-    anything."""
+    """Waits for a replay, or other work of a GPU. Returns False if that does not end within `patience` seconds, by
+    default `PATIENCE`: it may wait for a rank that has left, which the hosts learn at their next exchange."""
     begin, patience = monotonic(), PATIENCE if patience is None else patience
     while not done.query():
         waited = monotonic() - begin
@@ -61,7 +59,7 @@ class Waiting(Protocol):
         """Whether the GPU is done while ranks wait for each other. Waits for it so long."""
 
     def end(self) -> None:
-        """The GPU waits for nobody any more, now and later."""
+        """Ends the waits of this library's barriers on the GPU, now and later."""
 
 
 _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -69,7 +67,7 @@ _WAITING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hold(holder: Holder) -> None:
-    """`holder` is asked to give its graphs up before any process group ends, and before the interpreter does."""
+    """Has `holder` free its graphs before any process group ends, and before the interpreter does."""
     _free_before_ends()
     _HOLDERS.add(holder)
 
@@ -90,16 +88,16 @@ def _free_before_ends() -> None:
 
 
 def free_all() -> None:
-    """Frees the graphs of all holders that are alive. A replay that does not end in time waits for a rank that has
-    gone: then all communicators of NCCL are given up as well, see `end_waits`."""
+    """Frees the graphs of all living holders. If a replay does not end in time, it waits for a rank that has left: then
+    all communicators of NCCL are aborted as well, see `end_waits`."""
     _free(aborts=not _is_capturing() and not all(map(_ends_in_time, [*_HOLDERS, *_WAITING])))
 
 
 def end_waits(device: torch.device) -> None:
-    """Ranks exchange nothing any more, as one has gone, say: the graphs of all holders are freed, and if `device` is
-    not idle within a few seconds, all communicators of NCCL are given up, those of the user's groups too, and no
-    barrier of our own waits any more. So the GPU waits for no other one, and what it finds has no meaning. Does nothing
-    in a capture. Raises nothing."""
+    """Called when ranks stop exchanging, as after one has left: frees the graphs of all holders; if `device` is not
+    idle within a few seconds, aborts all communicators of NCCL, also those of the user's groups, and ends the waits of
+    the library's barriers. So the GPU waits for no other one, and its results are meaningless. Does nothing in a
+    capture. Raises nothing."""
     with contextlib.suppress(RuntimeError):  # of a GPU that has failed itself
         if not _is_capturing():
             _free(aborts=not _is_soon_idle(device))
@@ -111,7 +109,7 @@ def _is_capturing() -> bool:
 
 
 def _ends_in_time(holder: Any) -> bool:
-    """See `Holder`; a GPU that has failed itself waits for nobody."""
+    """See `Holder`; true for a GPU that has failed."""
     try:
         return bool(holder.ends_in_time())
     except RuntimeError:
@@ -132,9 +130,9 @@ def _is_soon_idle(device: torch.device) -> bool:
 
 
 def _free(*, aborts: bool) -> None:
-    """Frees all graphs and, where it `aborts`, gives up all communicators. One is given up once no graph holds a
-    collective of it, and a graph is freed once its replay is over, which may wait in a collective of any: so all of it
-    goes on at a time."""
+    """Frees all graphs and, if it `aborts`, all communicators. A communicator ends once no graph contains a collective
+    of it, and a graph is freed once its replay is over, which may wait in a collective of any communicator: so all are
+    freed at the same time."""
     for waiting in list(_WAITING) if aborts else ():
         waiting.end()
     aborting = [_started(backend.abort) for backend in _of_nccl()] if aborts else []

@@ -11,7 +11,7 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
-typedef u32 word_t;  // of a row's state: a float's bits, or beside a cold row its score
+typedef u32 word_t;  // of a row's state: a float's bits; in cold storage also the score
 
 [[maybe_unused]] constexpr u32 FULL_WARP = 0xffffffffu;
 
@@ -19,9 +19,10 @@ __device__ __forceinline__ i64 thread_index() { return (i64)blockIdx.x * blockDi
 __device__ __forceinline__ i64 thread_count() { return (i64)gridDim.x * blockDim.x; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x & 31; }
 
-// Comes first in every kernel: a launch may begin before the kernel before it on its stream has ended (`Kernel` in
-// compiler.py), whose writes are to be read after this alone. That one has waited too, so that all earlier ones have
-// ended: no kernel goes without, whatever it reads. Returns at once where the launch asked for no early start.
+// The first call of every kernel: a launch may begin before the previous kernel on its stream has ended (`Kernel` in
+// compiler.py), and may read what that has written only after this call. The previous kernel has called it, too, so all
+// earlier ones have ended: every kernel must call it, whatever it reads. Returns at once if the launch asked for no
+// early start.
 __device__ __forceinline__ void wait_for_prior_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -47,7 +48,7 @@ __device__ __forceinline__ T sum_of_lanes(T value) {
     return value;
 }
 
-// The same over the threads of a block of 1,024, all of which call it; behind it they synchronise before they do again.
+// The same over the threads of a block of 1,024, all of which call it; they synchronise before they call it again.
 __device__ __forceinline__ int sum_of_threads(int value) {
     __shared__ int warps[32];
     const int warp = threadIdx.x / 32;
@@ -59,8 +60,8 @@ __device__ __forceinline__ int sum_of_threads(int value) {
     return value + (warp ? warps[warp - 1] : 0);
 }
 
-// Places in a list for all threads of the block, each of which wants some; returns a thread's first. One atomic a block,
-// as thousands on one address would be what a kernel waits for. All threads of the block call it.
+// Reserves places in a list for all threads of the block, as many as each wants; returns a thread's first. One atomic a
+// block, as a kernel would wait for thousands on one address. All threads of the block call it.
 __device__ __forceinline__ int append(int *count, int wanted) {
     __shared__ int before[32];  // wanted by the warps before each
     const int warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
@@ -76,22 +77,22 @@ __device__ __forceinline__ int append(int *count, int wanted) {
     }
     __syncthreads();
     const int first = before[warp] + upto - wanted;
-    __syncthreads();  // or the next call would overwrite what is read here
+    __syncthreads();  // else the next call would overwrite what is read here
     return first;
 }
 
-// The lanes that share a row: groups of `lanes` inside a warp may run apart, so they synchronise among themselves.
+// The lanes that share a row: groups of `lanes` inside a warp may diverge, so each group synchronises by itself.
 __device__ __forceinline__ u32 group_mask(int lanes) {
     return lanes == 32 ? FULL_WARP : ((1u << lanes) - 1) << (lane_index() & ~(lanes - 1));
 }
 
-// A row that a batch in flight uses where it lies, for want of a slot; its home is −2 − its number.
+// A row that a batch in flight uses in place, as it has no slot; its home is −2 − its number.
 struct alignas(16) Record {
     i64 key;  // + 1; 0 is free
     int last_batch;
     int pad;
 };
-// Row of a uncached home among the rows away from the slots: its key's, or the record's own where none are given.
+// The row of an uncached home among the rows without slots: its key's, or the record's own if no keys are given.
 __device__ __forceinline__ i64 away_row(const Record *records, int home) {
     i64 record = -2 - (i64)home;
     return records ? records[record].key - 1 : record;
@@ -128,7 +129,7 @@ __device__ __forceinline__ float to_float(row_t v) { return v; }
 __device__ __forceinline__ row_t from_float(float f) { return f; }
 #endif
 
-// Outputs have the dtype of the rows, or the one that -DOUT_FLOAT, -DOUT_HALF or -DOUT_BFLOAT16 says.
+// Outputs have the dtype of the rows, or the one that -DOUT_FLOAT, -DOUT_HALF or -DOUT_BFLOAT16 selects.
 #if defined(OUT_FLOAT)
 typedef float out_t;
 __device__ __forceinline__ out_t output_of(float f) { return f; }
@@ -144,7 +145,7 @@ __device__ __forceinline__ out_t output_of(float f) { return from_float(f); }
 #endif
 
 #ifdef WIDTH
-// Elements a thread reads at once: the most that 16 bytes hold and that divide the width.
+// Elements that a thread reads at once: the most that 16 bytes hold and that divide the width.
 __host__ __device__ constexpr int lanes_of(int width) {
     int n = 16 / (int)sizeof(row_t);
     while (width % n != 0) n /= 2;
@@ -176,8 +177,8 @@ __device__ __forceinline__ row_vector load_home(const row_t *hot, const row_t *a
 #endif
     return load_row(hot, home, unit);
 }
-// Outputs and their gradients lie side by side, so that a row's may start anywhere: -DUNALIGNED reads and writes them
-// one element at a time.
+// Outputs and their gradients are contiguous, so a row of them may have any alignment: -DUNALIGNED reads and writes
+// them one element at a time.
 __device__ __forceinline__ float_vector load_floats(const float *at) {
 #ifdef UNALIGNED
     float_vector value;
@@ -188,7 +189,7 @@ __device__ __forceinline__ float_vector load_floats(const float *at) {
     return *reinterpret_cast<const float_vector *>(at);
 #endif
 }
-// Stores past the caches what is not read again soon.
+// Stores around the caches what is not read again soon.
 __device__ __forceinline__ void store_streaming(out_t *at, out_vector value) {
 #ifdef UNALIGNED
 #pragma unroll

@@ -1,13 +1,14 @@
 # mypy: allow-untyped-calls
-"""Kernels that a process beside compiles, while this one compiles those that it needs before.
+"""Kernels that a second process compiles, while this one compiles those that it needs first.
 
-A first process waits for its compiler, some eight seconds for a table under Adam, and numba compiles one kernel at a
-time, whatever the threads. So kernels that are needed last, those of the update, are compiled by a fork of this
-process, which keeps them in the cache on the disk (kernel_cache.py) and ends. This one finds them there, waits for the
-one at work, or takes one that was not begun. Nothing depends on it: what the fork does not bring is compiled here.
+A first run waits for its compiler, some eight seconds for a table under Adam, and numba compiles one kernel at a time,
+with any number of threads. So the kernels that are needed last, those of the update, are compiled by a fork of this
+process, which writes them to the cache on the disk (kernel_cache.py) and ends. This process reads them there, waits for
+the one being compiled, or compiles one that was not begun. Nothing depends on the fork: what it does not compile is
+compiled here.
 
-It is a fork, as another process would have to import torch first, which takes as long. It does nothing but compile:
-this process's files are closed in it, no object is collected, no handler of an exit runs, and it prints nothing.
+It is a fork, as a new process would first have to import torch, which takes as long. It only compiles: this process's
+files are closed in it, no object is collected, no exit handler runs, and it prints nothing.
 
 `TIEREDEMB_COMPILE_BESIDE=0` in the environment switches it off.
 """
@@ -32,8 +33,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from tieredemb.kernels.compile_notice import NOTICE
 
 PATIENCE = 30.0  # seconds without a kernel, after which this process compiles for itself; one takes two, or some more
-MOST_SECONDS = 300  # that a fork lives, which nobody waits for any more if it does not come on
-FREE, AT_WORK, DONE, TAKEN = range(4)  # a kernel: not begun, begun beside, there, begun here
+MOST_SECONDS = 300  # seconds that a fork lives, in case it hangs
+FREE, AT_WORK, DONE, TAKEN = range(4)  # states of a kernel: not begun, begun in the fork, compiled, begun here
 
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments as it will be called with
 _known: set[tuple[Any, Any]] = set()  # kernels and types of arguments that were seen to
@@ -41,8 +42,8 @@ _forks: list[Beside] = []  # the last one
 
 
 def compile_beside(calls: Sequence[Call]) -> None:
-    """Has the kernels of `calls` compiled by a process beside, in their order, if they have yet to be, and if there is
-    a core for it. Returns at once."""
+    """Has the kernels of `calls` compiled by a fork, in order, unless they are compiled, and if there is a core for it.
+    Returns at once."""
     wanted = []
     for kernel, args in calls:
         kinds = tuple(map(typeof, args))
@@ -57,15 +58,14 @@ def compile_beside(calls: Sequence[Call]) -> None:
 
 
 def _may_fork() -> bool:
-    """Whether it is not switched off, and a core is left, of those of this process's share."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started here
-    cores = len(os.sched_getaffinity(0)) // max(1, int(told) if told.isdecimal() else 1)
+    """Whether it is not switched off, and this process's share of the cores is more than one."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started here
+    cores = len(os.sched_getaffinity(0)) // max(1, int(processes) if processes.isdecimal() else 1)
     return cores > 1 and os.environ.get("TIEREDEMB_COMPILE_BESIDE", "1") not in ("", "0")
 
 
 def _is_compiled(kernel: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a kernel is there for arguments of these types, or lies on the disk, or cannot be kept there for this
-    process to find."""
+    """Whether a kernel for arguments of these types is compiled, or on the disk, or cannot be kept on the disk."""
     return kinds in kernel.overloads or not kernel._cache.lacks(kinds, kernel.targetctx)
 
 
@@ -77,7 +77,7 @@ class Beside:
         self._process = os.getpid()
         self._states = mmap.mmap(-1, len(wanted))  # of each kernel, which both processes see
         self._lock = threading.RLock()
-        self._end, written = os.pipe()  # a byte for each kernel that is done, and its end is that of the fork
+        self._end, written = os.pipe()  # a byte for each kernel that is done; it ends with the fork
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none is handled in the fork
         try:
             with warnings.catch_warnings(), global_compiler_lock:  # which the fork then has, and no other thread
@@ -85,7 +85,7 @@ class Beside:
                 child = os.fork()
             if child == 0:
                 _compile_all(wanted, self._states, written)
-            with contextlib.suppress(ChildProcessError):  # somebody else waits for all children, or none leaves a trace
+            with contextlib.suppress(ChildProcessError):  # other code waits for all children, or they leave no zombies
                 os.waitpid(child, 0)
         except (OSError, RuntimeError):
             self._over()
@@ -111,18 +111,18 @@ class Beside:
         return type(kernel).compile(kernel, given)
 
     def _wait(self, number: int, kernel: Any) -> None:
-        """Returns when the fork is through with a kernel, or will not come to it."""
+        """Returns when the fork has finished a kernel, or will not begin it."""
         with self._lock:
             if self._states[number] == FREE:
                 self._states[number] = TAKEN
             if self._states[number] == AT_WORK:
                 with NOTICE.at(kernel.py_func):
-                    while self._states[number] == AT_WORK and self._goes_on():
+                    while self._states[number] == AT_WORK and self._continues():
                         pass
             if all(state in (DONE, TAKEN) for state in self._states[:]):
                 self._over()
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Waits until the fork has done something; returns whether it is alive."""
         if self._end < 0:
             return False
@@ -140,15 +140,15 @@ class Beside:
             os.close(end)
 
 
-def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mmap, told: int) -> NoReturn:
-    """What the fork does, in a fork of its own: so it is no child that somebody would have to wait for."""
+def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mmap, report_fd: int) -> NoReturn:
+    """The work of the fork, in a second fork: so it is no child that this process has to wait for."""
     try:
         if os.fork():
             os._exit(0)
-        gc.disable()  # what it has of this process is not its to end
+        gc.disable()  # it must not free objects of this process
         signal.set_wakeup_fd(-1)
         for sent in signal.valid_signals():
-            if callable(signal.getsignal(sent)):  # of this process, which would do twice what it does
+            if callable(signal.getsignal(sent)):  # handlers of this process must not run twice
                 signal.signal(sent, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(MOST_SECONDS)
@@ -157,13 +157,13 @@ def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mma
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in range(3):
             os.dup2(nothing, file)
-        os.closerange(3, told)
-        os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+        os.closerange(3, report_fd)
+        os.closerange(report_fd + 1, os.sysconf("SC_OPEN_MAX"))
         for number, (kernel, kinds) in enumerate(wanted):
             if states[number] == FREE:
                 states[number] = AT_WORK
                 kernel.compile(kinds)
                 states[number] = DONE
-                os.write(told, b"\0")
+                os.write(report_fd, b"\0")
     finally:
         os._exit(0)

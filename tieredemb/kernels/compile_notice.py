@@ -1,7 +1,7 @@
 """What a user sees while CPU kernels are compiled: one line, and on a terminal the kernel at work under it.
 
-A second of silence per kernel looks like a hang. How many kernels a run needs is not known before it has run, so there
-is no bar. The line of a kernel goes when it is done, so that what the user prints stands where it would.
+A second of silence per kernel looks like a hang. The number of kernels of a run is not known before, so there is no
+bar. The line of a kernel is removed when it is done, so that the user's own output is not shifted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNCACHED = (
 
 
 class CompileNotice(event.Listener):
-    """Listens to numba, which compiles one kernel at a time, and its device functions amid it."""
+    """Listens to numba, which compiles one kernel at a time, and its device functions within that."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -39,7 +39,7 @@ class CompileNotice(event.Listener):
         self._finish()
 
     def silence(self) -> None:
-        """Says nothing from now on: of a fork, another process says it."""
+        """Ends all output: in a fork, as the other process prints it."""
         self._depth = 1
 
     @contextlib.contextmanager
@@ -74,6 +74,6 @@ class CompileNotice(event.Listener):
 NOTICE = CompileNotice()
 
 
-def tell_of_compiling() -> None:
-    """From now on, in this process."""
+def report_compiling() -> None:
+    """Shows what numba compiles, from now on, in this process."""
     event.register("numba:compile", NOTICE)

@@ -17,7 +17,7 @@ from tieredemb.kernels.captures import no_collector
 
 
 class CollectorPause(event.Listener):
-    """Listens to numba, which compiles one kernel at a time, and its device functions amid it."""
+    """Listens to numba, which compiles one kernel at a time, and its device functions within that."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -2,7 +2,7 @@
 
 A file is compiled for one row format and width (`common.cuh`), so that kernels know their sizes. Kernels take numbers,
 torch tensors and structs (`arguments.py`). dtype, device and contiguity are checked against the kernel's parameters
-where TIEREDEMB_CHECK_LAUNCHES=1 asks for it, as all tests do: what users pass was checked before.
+if TIEREDEMB_CHECK_LAUNCHES=1, as in all tests: users' arguments were checked before.
 
 From compute capability 9.0 on a launch may begin as the kernel before it on its stream ends, and each kernel waits for
 that first of all (`wait_for_prior_kernel`): 0.5 to 0.7 µs less a kernel on an H200. See "programmatic dependent launch"
@@ -28,7 +28,7 @@ from tieredemb.kernels.cubins import load
 from tieredemb.kernels.modules import Modules
 from tieredemb.kernels.row_format import RowFormat
 
-OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")  # no contraction but where the source says so
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")  # no contraction except where the source requests it
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -40,8 +40,8 @@ def options(dtype: torch.dtype | None = None, width: int | None = None) -> tuple
     """Compiler options for rows of `width` elements of `dtype`, whatever their state."""
     if dtype is None:
         return OPTIONS
-    flag, its_width, _ = RowFormat(width=width or 0, dtype=dtype).flags
-    return (*OPTIONS, flag) if width is None else (*OPTIONS, flag, its_width)
+    flag, width_flag, _ = RowFormat(width=width or 0, dtype=dtype).flags
+    return (*OPTIONS, flag) if width is None else (*OPTIONS, flag, width_flag)
 
 
 @functools.cache
@@ -92,8 +92,8 @@ def _code(call: Callable[..., int], device: int, *arguments: Any) -> int:
 
 def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, by
-    the driver at once: `Tensor.copy_` asks much first. `source` is none whose values are its memory's conjugates or
-    negatives. Does not synchronise."""
+    the driver directly: `Tensor.copy_` checks much first. `source` must not be a conjugate or negative view. Does not
+    synchronise."""
     size = source.nbytes
     if size == 0:
         return
@@ -153,8 +153,8 @@ class _Arguments:
         return found
 
 
-# Those that no launch uses now. A launch takes one out, as other threads launch beside it, and so may a finaliser that
-# the garbage collector runs in the middle of it.
+# Buffers that no launch uses now. A launch takes one out, as other threads launch at the same time, and so may a
+# finaliser that the garbage collector runs in the middle of it.
 _SPARE: deque[_Arguments] = deque()
 
 
@@ -163,11 +163,11 @@ LISTENERS: dict[int, Callable[[Signature, bytes, int], None]] = {}
 
 
 class Kernel:
-    """One kernel of a `.cu` file, which says what it takes. A `cooperative` kernel's blocks are all resident at once,
-    and may wait for each other.
+    """One kernel of a `.cu` file, which declares its arguments. A `cooperative` kernel's blocks are all resident at
+    once, and may wait for each other.
 
-    Any other may begin before the kernel before it on its stream has ended: it counts on its own first statement, and
-    on that of all kernels here, `wait_for_prior_kernel()`. Kernels of others, before or after it, need none.
+    Any other kernel may begin before the last one on its stream has ended: it relies on its own first statement, and
+    that of all kernels here, `wait_for_prior_kernel()`. Kernels of other libraries, before or after it, need none.
     """
 
     def __init__(self, file: str, name: str, flags: Sequence[str] = OPTIONS, *, cooperative: bool = False) -> None:
@@ -212,7 +212,7 @@ class Kernel:
             LISTENERS[threading.get_ident()](self.signature, self._packing.pack(*values), stream)
 
     def prepare(self, device: int) -> None:
-        """Begins to compile it for a device on another thread, unless it was: for launches that are sure to come."""
+        """Begins to compile it for a device on another thread, unless it was: for launches that are certain."""
         MODULES.prepare(self.file, self.flags, device, self.name)
 
     def load(self, device: int) -> _Loaded:

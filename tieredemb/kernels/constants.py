@@ -1,7 +1,7 @@
-"""Numbers that kernels of CPU and GPU, and those who launch them, have to agree on.
+"""Numbers shared by kernels of CPU and GPU, and by the code that launches them.
 
-They are written here alone. CUDA sources get all of them as the header `constants.cuh`, which `source.py` makes of this
-module: numbers go from here to the compiler, layouts and parameters come from there.
+They are written only here. CUDA sources get all of them as the header `constants.cuh`, which `source.py` makes from
+this module; layouts and parameters are read from the CUDA sources.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ EMPTY_CELL = 0  # a cell stores key + 1, so that a map of untouched zero pages i
 # scores: see cache/policy.py
 MIN_SCORE = 1  # of a row that was written but never used
 MAX_SCORE = 2**32 - 3
-# on a GPU a slot whose row is still on its way has a mark in place of the score, which comes with the row: the second
-# mark says that the next plan has used the row already
+# on a GPU a slot whose row has not arrived has a mark in place of the score, which arrives with the row: the second
+# mark means that the next plan has used the row already
 ARRIVING, ARRIVING_USED = 2**32 - 1, 2**32 - 2
 AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
 
@@ -41,22 +41,28 @@ FIRST_PRODUCT, SECOND_PRODUCT, DECAY_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = rang
 ENTRY = 15
 SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, have fallen to when it ends
 SERIES_ERROR = 1e-7  # relative, of a move; above it steps are replayed
-MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
+HISTORY_FIRST, HISTORY_TAKEN, HISTORY_REPLAYED, HISTORY_REFUSED, HISTORY_WORDS = (
+    0,
+    2,
+    3,
+    4,
+    5,
+)  # of a history on a GPU: int64
 
-# inputs that are put together: of how many features by one launch, and bits of what is known of each
+# inputs that are joined: of how many features by one launch, and the bits of `kind_of`
 MOST_JOINED = 56
 IDS_32, OFFSETS_32, LAST, KIND_BITS = 1, 2, 4, 3
-MOST_TOLD = 64  # addresses that a launch is told of
+MOST_ADDRESSES = 64  # addresses that one launch is given
 
 # exact sums, int64: digits of 32 bits, then how many infinities and NaNs are in it; see lookup/exact_sum.py
-EXACT_DIGITS = 66  # 32 bits each: all that float64 holds, and room for a carry
+EXACT_DIGITS = 66  # 32 bits each: all bits of a float64, and some for a carry
 EXACT_INFINITIES, EXACT_NANS, EXACT_WORDS = 66, 67, 68
 
 # what rounding draws random bits for, and the elements that a block of them is for: see lookup/rounding.py
 DRAW_UPDATE, DRAW_LIMIT, DRAW_CATCH_UP = 0, 1, 2
 DRAWS = 8
 
-# parts of the end of a plan: slots pass over to missed keys; later plans find them there, and homes are resolved
+# parts of the end of a plan: missed keys get slots; later plans find them there, and homes are resolved
 ASSIGN, PUBLISH = 1, 2
 
 # initial values
@@ -72,4 +78,6 @@ REPORT_NUMBER, REPORT_WORDS = 3, 4
 # threads of a block
 FILL_THREADS = 256  # that find bags: each finds its own among edges that all have read
 SORT_THREADS, SORT_ITEMS = 256, 8  # that sort by home, and how many each of them takes
-TOGETHER = 1024  # that choose victims, and wait for other blocks: two bins a thread
+MEETING_THREADS = (
+    1024  # a block of kernels whose blocks wait for one another, as where victims are chosen: two bins a thread
+)

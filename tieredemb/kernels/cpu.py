@@ -1,7 +1,7 @@
 """CPU kernels: numba functions that release the GIL, and the device functions that they share.
 
-Compiled code is cached on disk (kernel_cache.py); the first process says that it compiles. The threads that run kernels
-are in parallel_cpu.py.
+Compiled code is cached on disk (kernel_cache.py); the first process reports that it compiles. The threads that run
+kernels are in parallel_cpu.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.kernels.compile_notice import tell_of_compiling
+from tieredemb.kernels.compile_notice import report_compiling
 from tieredemb.kernels.compile_pause import pause_collector_for_compiling
 from tieredemb.kernels.device_functions_cpu import device_compiler
 from tieredemb.kernels.kernel_cache import KernelCache
@@ -37,7 +37,7 @@ _COMPILER = device_compiler()
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compiles a kernel of one thread: no GIL, no reassociation, no contraction that the source does not ask for,
+    """Compiles a kernel of one thread: no GIL, no reassociation, no contraction unless the source requests it,
     cached on disk."""
     kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
     kernel._cache = KernelCache(function)
@@ -65,7 +65,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 as_tuple = to_fixed_tuple  # (array, length that is a literal): its elements, inside kernels only
 
-tell_of_compiling()
+report_compiling()
 pause_collector_for_compiling()
 
 
@@ -99,8 +99,8 @@ def borrowed(typingctx, value):
 
 @intrinsic
 def keep(typingctx, array):
-    """Makes an array that a kernel has allocated live until here. numba frees it after its last use, and takes no
-    notice of those of what is `borrowed` from it."""
+    """Keeps an array that a kernel has allocated alive until here. numba frees it after its last use, not counting uses
+    of what is `borrowed` from it."""
 
     def codegen(context, builder, signature, args):
         return context.get_dummy_value()
@@ -118,8 +118,8 @@ def fma(typingctx, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-def ask_for_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
-    """Emits what asks for the cache line at an LLVM pointer, for what `prefetch` and its like are made of."""
+def prefetch_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
+    """Emits a prefetch of the cache line at an LLVM pointer."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
@@ -128,12 +128,12 @@ def ask_for_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
 
 @intrinsic
 def prefetch(typingctx, array, index):
-    """Asks for the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
+    """Prefetches the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
 
     def codegen(context, builder, signature, args):
         array_type = signature.args[0]
         view = context.make_array(array_type)(context, builder, args[0])
-        ask_for_line(builder, builder.gep(view.data, [args[1]]))
+        prefetch_line(builder, builder.gep(view.data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
@@ -188,7 +188,7 @@ def put(typingctx, array, index, value):
 
 @intrinsic
 def added(typingctx, array, index, value):
-    """Adds to an element of an int64 array of one dimension, whatever other threads add; returns what it was."""
+    """Atomically adds to an element of an int64 array of one dimension; returns the old value."""
 
     def codegen(context, builder, signature, args):
         view = context.make_array(signature.args[0])(context, builder, args[0])
@@ -320,7 +320,7 @@ def store(typingctx, array, row, column, value):
     """Rounds the float32 `value` to nearest even into `array[row, column]`, of rows that are direct."""
 
     def codegen(context, builder, signature, args):
-        if array.dtype in DIRECT:  # others are stored as a whole; kernels compile this too, and never come here
+        if array.dtype in DIRECT:  # others are stored as a whole; this branch is compiled, but never runs
             _emit_store(context, builder, signature.args[:3], args[:3], args[3])
         return context.get_dummy_value()
 

@@ -1,9 +1,9 @@
 """Machine code of CUDA files for a GPU: compiled by NVRTC through CuPy, and cached on disk.
 
-CuPy's own modules are compiled with `-ftz=true`, which comes behind all options that they are given. Numbers below
-1.2e-38 would be zeros then, which they are neither on the CPU nor in torch. So NVRTC is called here, by CuPy's
-interface to it. What it returns is kept where the CPU's kernels are (cache_files.py), by the text of the file with its
-headers put in, the options, the GPU's architecture, and the versions of NVRTC and CuPy.
+CuPy's own modules are compiled with `-ftz=true`, which overrides the given options. Numbers below 1.2e-38 would then
+become zeros, unlike on the CPU and in torch. So NVRTC is called here, through CuPy's interface. Its output is cached
+beside the CPU's kernels (cache_files.py), by the text of the file including its headers, the options, the GPU's
+architecture, and the versions of NVRTC and CuPy.
 """
 
 from __future__ import annotations

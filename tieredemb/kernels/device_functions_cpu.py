@@ -60,7 +60,7 @@ class PartCompiler(Compiler):
 
     def define_pipelines(self) -> list[Any]:
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.passes = [(_LowerPart if each is NativeLowering else each, said) for each, said in passes.passes]
+        passes.passes = [(_LowerPart if each is NativeLowering else each, name) for each, name in passes.passes]
         passes.finalize()
         return [passes]
 

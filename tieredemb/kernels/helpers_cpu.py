@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Threads that help with CPU kernels. They wait for work in compiled code, without the interpreter.
 
-Who calls a kernel works on its ranges too, and waits for nobody but a helper that has begun one: on a machine whose
-cores are busy the caller does most of the work itself, where the barrier of an OpenMP team would wait until each thread
-has had a core (beside one busy process a step of 26 tables took 20 times as long). A helper looks for the next call
-for a moment before it sleeps, as the kernels of a step follow on each other: a call of two empty ranges takes 4
-microseconds then. Through Python's queues and locks it took 80.
+The caller of a kernel works on its ranges too, and waits only for helpers that have begun one: if cores are busy, the
+caller does most of the work itself, whereas the barrier of an OpenMP team would wait until each thread has had a core
+(beside one busy process a step of 26 tables took 20 times as long). A helper looks for the next call for a moment
+before it sleeps, as the kernels of a step follow closely: then a call of two empty ranges takes 4 microseconds. Through
+Python's queues and locks it took 80.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tieredemb.kernels.native import (
 )
 
 LINE = 128  # bytes: cache lines are fetched in pairs
-# The places of a board, in bytes from its begin, each with lines of its own: whether there is a job, threads at work on
-# it, helpers that are called and have not come, helpers asleep, whether they are to end, what those asleep wait for;
-# then the job: the addresses of a function and of its argument.
+# Byte offsets on a board, each in its own cache line: whether there is a job, threads that work on it, helpers that
+# were called and have not begun, helpers asleep, whether they are to end, the semaphore on which they sleep; then the
+# job: the addresses of a function and of its argument.
 OPEN, AT_IT, CALLED, ASLEEP, IS_OVER, MUTEX, CONDITION, JOB, END = range(0, 9 * LINE, LINE)
 LOOKS = 1000  # of a helper that waits for a call, with a pause each, before others may have the core: 25 microseconds
 PATIENCE = 8  # times that it does so before it sleeps, which would make it late for the small kernels of a step
@@ -51,7 +51,7 @@ PATIENCE = 8  # times that it does so before it sleeps, which would make it late
 
 @inline
 def takes_call(board):
-    """Whether a helper was called; takes the call, so that no other comes in its place."""
+    """Whether a helper was called; takes the call, so that no other helper does."""
     if atomic_load(board + CALLED) <= 0:
         return False
     if atomic_add(board + CALLED, -1) > 0:
@@ -77,7 +77,7 @@ def wait_for_call(board):
 
 
 def helper_serve(board):
-    """Works on one job after another, until it is over. A helper that comes too late may find the next job."""
+    """Works on one job after another, until told to end. A helper that is late may find the next job."""
     while atomic_load(board + IS_OVER) == 0:
         wait_for_call(board)
         atomic_add(board + AT_IT, 1)
@@ -88,7 +88,7 @@ def helper_serve(board):
 
 def job_run(board, helpers, function, data):
     """Calls `function(data)`, both of them addresses, on this thread and on up to `helpers` others. Returns once this
-    thread and those that had come are done; one that comes late finds no job."""
+    thread and the helpers that have begun are done; a late helper finds no job."""
     store_long(board + JOB, function)
     store_long(board + JOB + 8, data)
     atomic_exchange(board + OPEN, 1)
@@ -146,7 +146,7 @@ class Board:
     def staff(self, wanted: int) -> int:
         """How many helpers there are, at most `wanted`."""
         if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
-            with contextlib.suppress(RuntimeError):  # no more threads: those that there are help
+            with contextlib.suppress(RuntimeError):  # no more threads: the present ones help
                 while self._helpers < wanted:
                     serve = threading.Thread(target=_serve, args=(self._memory, self.address), daemon=True)
                     serve.name = "tieredemb-helper"
@@ -156,7 +156,7 @@ class Board:
 
 
 def _end(memory: object, address: int) -> None:
-    """`memory`: where the board lies, alive until then."""
+    """`memory`: of the board, kept alive until then."""
     compiled(helpers_end).ctypes(address)
 
 
@@ -185,8 +185,7 @@ os.register_at_fork(after_in_child=_leave_behind)
 
 
 def called(helpers: int) -> tuple[int, int, int]:
-    """Who works for this thread: the address of `job_run`, that of its board, and how many helpers there are, of those
-    wanted."""
+    """The helpers of this thread: the address of `job_run`, of its board, and how many of `wanted` there are."""
     if _boards.board is None:
         _boards.board = Board()
     board = _boards.board

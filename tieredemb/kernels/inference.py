@@ -1,7 +1,7 @@
-"""Torch's inference mode, entered where it is another than the current one, and else not touched.
+"""Torch's inference mode, entered only if it differs from the current one.
 
-Interrupted where it begins or ends, torch's guard lives as long as the error does, and brings back in the end how
-gradients were when it began, whatever was set since. Inside of a forward they are off, and would stay so.
+If it is interrupted at its beginning or end, torch's guard lives as long as the exception, and then restores the grad
+mode of its beginning, even if that was changed since. Inside a forward gradients are off, and would stay off.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ MOST = 64
 
 
 class KeptNumbers:
-    """Arrays of a `dtype` on a `device`. Those that a capture has seen are kept for good, as its graph counts on their
-    memory; of others the last ones, each for who asks on the stream that has brought it there."""
+    """Arrays of a `dtype` on a `device`. Arrays requested in a capture are kept for good, as the graph uses their
+    memory; of others the last ones, each for the stream on which it was sent."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class KeptNumbers:
         self._captured: dict[tuple[int, ...], torch.Tensor] = {}
 
     def get(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        """The numbers on the device, (K,). Does not synchronise. In a capture those that were not asked for shortly
+        """The numbers on the device, (K,). Does not synchronise. In a capture, numbers that were not requested shortly
         before need memory, which a capture may refuse."""
         made = self._captured.get(numbers)
         if made is not None:

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-calls, allow-subclassing-any
 """Compiled CPU kernels on the disk, for other processes.
 
-numba's own cache looks at the file of the kernel alone, so it runs device functions and constants that other files no
-longer hold; it takes any directory that it can write to; and two processes that compile one kernel for different types
-may take one file for both. Here the name of a file says all that its content depends on, so it is written once, and
-what is read is what was wanted:
+numba's own cache checks only the file of the kernel, so it runs device functions and constants that have changed in
+other files; it accepts any directory that it can write to; and two processes that compile one kernel for different
+types may use one file for both. Here the name of a file determines its content, so it is written once, and a read is
+always right:
 
     <directory>/<module>-<digest>/<kernel>-<digest>.nbc
 
-The first digest is of the sources that the module reaches (source_digest.py), of the versions of what compiles them,
+The first digest is of the sources that the module reaches (source_digest.py), of the versions of the compilers,
 of the settings of numba that change code, and of the CPU; the second of the kernel and the types of its arguments.
 
 This is the interface of a cache that numba's dispatchers have (`numba.core.caching._Cache`).
@@ -94,7 +94,7 @@ class KernelCache(NullCache):
         folder.write(self._name(sig), dumps((sig, cres._reduce())))
 
     def lacks(self, sig: Any, target_context: Any) -> bool:
-        """Whether the kernel has yet to be compiled for these types, and could be kept."""
+        """Whether the kernel is not compiled for these types yet, and could be kept."""
         folder = self._folder(target_context)
         return folder is not None and not folder.holds(self._name(sig))
 

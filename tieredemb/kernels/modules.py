@@ -1,9 +1,9 @@
-"""Compiled CUDA files, each made once for its flags and a device: by whoever asks first, or on a thread ahead of that.
+"""Compiled CUDA files, each made once for its flags and a device: at its first use, or before on another thread.
 
 NVRTC takes up to a second a file, and compiles several at once.
 
-Who builds tables begins to compile what the first steps are sure to launch (`Kernel.prepare`); a launch waits for its
-own file.
+When tables are built, the files that the first steps will launch begin to compile (`Kernel.prepare`); a launch waits
+for its own file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Key = tuple[str, tuple[str, ...], int]  # file, flags, device
 
 
 class Modules:
-    """What `compiled(file, flags, device, name)` returns, `name` being that of one of the file's kernels. Its calls may
-    come from several threads."""
+    """The modules that `compiled(file, flags, device, name)` returns; `name`: of one of the file's kernels. Several
+    threads may call it."""
 
     def __init__(self, compiled: Callable[[str, tuple[str, ...], int, str], Any]) -> None:
         self._compiled = compiled
@@ -30,7 +30,7 @@ class Modules:
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="tieredemb-nvrtc")
 
     def get(self, file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
-        """The module. Waits for who makes it already. Raises what the compiler does; the next call tries again."""
+        """The module. Waits if another thread makes it. Raises the compiler's errors; the next call tries again."""
         key = file, flags, device
         with self._lock:
             made = self._made.get(key)
@@ -45,13 +45,13 @@ class Modules:
                 raise
         return made.result()
 
-    def settle(self) -> None:
-        """Returns once nothing is being made that was begun ahead."""
+    def wait_for_begun(self) -> None:
+        """Returns once no module is being compiled ahead."""
         for begun in list(self._begun.values()):
             begun.exception()
 
     def prepare(self, file: str, flags: tuple[str, ...], device: int, name: str) -> None:
-        """Begins to make it on another thread, unless it was. Who needs it finds out if that fails."""
+        """Begins to make it on another thread, unless it was. If that fails, `get` raises."""
         key = file, flags, device
         if key not in self._made and key not in self._begun and threading.main_thread().is_alive():
             self._begun[key] = self._threads.submit(self.get, *key, name)

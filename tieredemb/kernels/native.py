@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.np.arrayobj import populate_array
 
-from tieredemb.kernels.cpu import ask_for_line, intrinsic
+from tieredemb.kernels.cpu import intrinsic, prefetch_line
 
 SEMAPHORE_BYTES = 64  # `sem_t` takes 32 on 64-bit Linux
 
@@ -32,7 +32,7 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
 
 
 def _named(name: str, function: Any) -> Any:
-    """The intrinsic of a function that was made here, under a name of its own: numba tells them apart by it."""
+    """The intrinsic of a function that was made here, with a unique name, by which numba distinguishes them."""
     function.__name__ = function.__qualname__ = name
     return intrinsic(function)
 
@@ -152,11 +152,11 @@ def copy_line_past(typingctx, target, source):
 
 
 def _prefetch(name: str, *, to_write: bool) -> Any:
-    """Device function: asks for the cache line at an address (int64). Never faults."""
+    """Device function: prefetches the cache line at an address (int64). Never faults."""
 
     def function(typingctx, address):
         def codegen(context, builder, signature, args):
-            ask_for_line(builder, _pointer(builder, args[0], 8), to_write=to_write)
+            prefetch_line(builder, _pointer(builder, args[0], 8), to_write=to_write)
             return context.get_dummy_value()
 
         return types.void(types.int64), codegen

@@ -26,17 +26,17 @@ FINENESS = 4  # ranges a thread, so that none waits long for one that has lost i
 
 _LONG, _INT = ir.IntType(64), ir.IntType(32)
 _WORK = ir.FunctionType(ir.VoidType(), [_LONG])  # of the address of what threads share
-_WHO, _NOBODY = 3, (0, 0, 0)  # words of a job that say who works on it; nobody but the caller
+_WHO, _NOBODY = 3, (0, 0, 0)  # words of a job about its helpers; these: the caller alone
 
 
 def num_threads() -> int:
-    """Threads that kernels may use: those of torch (`torch.set_num_threads`)."""
+    """How many threads kernels may use: as many as torch (`torch.set_num_threads`)."""
     return torch.get_num_threads()
 
 
 def even_bounds(n: int, grain: int) -> list[int]:
-    """Cuts 0 … n into even ranges of at least `grain`, a few for each thread: below the grain a thread costs more than
-    it brings."""
+    """Cuts 0 … n into even ranges of at least `grain`, a few for each thread: for less than the grain a thread costs
+    more than it saves."""
     if n < 2 * grain or num_threads() == 1:
         return [0, n]
     parts = max(1, min(FINENESS * num_threads(), n // max(1, grain)))
@@ -46,8 +46,8 @@ def even_bounds(n: int, grain: int) -> list[int]:
 def parallel_for(kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
     """Runs a kernel `over_ranges` on each of the consecutive ranges that `bounds` cuts, and waits for all of them.
 
-    The calling thread takes part. An exception that comes amid the call, an interrupt for one, comes before all of the
-    ranges or after them.
+    The calling thread takes part. An exception during the call, such as an interrupt, is raised before all ranges or
+    after them.
     """
     who = _NOBODY if len(bounds) == 2 else _who(bounds)
     if kernel(np.array([*who, *bounds, *[0] * (len(bounds) - 1)]), *args):  # a job; see `Pass`
@@ -64,22 +64,22 @@ def _no_memory() -> MemoryError:
 
 
 class Pass:
-    """`kernel(lo, hi, *args)` over the ranges that `bounds` cuts, each of them once, also where an interrupt comes in
-    between: compiled code, which nothing interrupts, notes those that were run. `run` goes on with what is left.
-    `held`: what it reads beside its arguments, which is to stay alive · `is_small`: whether helpers would cost more
-    than they bring, however many ranges there are."""
+    """`kernel(lo, hi, *args)` over the ranges that `bounds` cuts, each of them once, even after an interrupt: compiled
+    code, which cannot be interrupted, notes the ranges that were run, and `run` continues with the rest. `held`:
+    objects that it reads beside its arguments, to be kept alive · `is_small`: whether helpers would cost more than they
+    save, for any number of ranges."""
 
     held: object = None
     is_small = False
 
     def __init__(self, kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
         self._kernel, self._bounds, self._args = kernel, bounds, args
-        # what compiled code is told, int64: who works (`_WHO`), the bounds (K + 1), whether a range was run (K)
+        # the input of compiled code, int64: the helpers (`_WHO`), the bounds (K + 1), whether a range was run (K)
         self._job = np.array([*_NOBODY, *bounds, *[0] * (len(bounds) - 1)])
 
     @property
     def call(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel, and what it is called with."""
+        """The kernel and its arguments."""
         return self._kernel, (self._job, *self._args)
 
     @property
@@ -88,7 +88,7 @@ class Pass:
         return bool(self._job[_WHO + len(self._bounds) :].any())
 
     def run(self) -> None:
-        """Runs what was not run before, as `parallel_for` does."""
+        """Runs the ranges that were not run before, as `parallel_for` does."""
         if len(self._bounds) > 2 and not self.is_small:
             self._job[:_WHO] = _who(self._bounds)  # of the thread that runs it
         if self._kernel(self._job, *self._args):
@@ -97,12 +97,12 @@ class Pass:
 
 def over_ranges(function: Callable[..., None], unless: Callable[..., Any] | None = None) -> Any:
     """Compiles a kernel `(lo, hi, *args)` of several threads, which `parallel_for` and `Pass` call. It returns nothing:
-    what it finds goes to its outputs. `unless`: a device function `(*args)` that is called before, by the calling
-    thread; where it returns True no range is run."""
+    results go to its output arrays. `unless`: a device function `(*args)` that the calling thread calls before; if it
+    returns True, no range is run."""
     name, names = function.__name__, list(inspect.signature(function).parameters)[2:]
     args = ", ".join(names)
     source = f"def {name}(_job, {args}): return {f'0 if _unless({args}) else ' * bool(unless)}_spread(_job, ({args},))"
-    place = function.__code__  # where numba looks for changes of the source, and beside which it keeps what it compiled
+    place = function.__code__  # where numba checks the source for changes, and beside which it caches code
     lines = "\n" * (place.co_firstlineno - 1)
     made: dict[str, Any] = {
         "_unless": unless,
@@ -140,7 +140,7 @@ def _spread(kernel: Any, name: str) -> Any:
 
         return types.int64(job, args), codegen
 
-    spread.__name__ = spread.__qualname__ = name  # by which numba tells them apart
+    spread.__name__ = spread.__qualname__ = name  # numba distinguishes them by name
     return intrinsic(spread)
 
 
@@ -184,12 +184,12 @@ def _worker(context: Any, module: Any, name: str, job: Any, kernel: Any, kinds: 
 
 
 def _call(builder: Any, work: Any, data: Any, who: list[Any]) -> None:
-    """Emits the call of `work` by this thread and its helpers. `who`: the address of `job_run` and what that is told,
-    or zeros for this thread alone."""
+    """Emits the call of `work` by this thread and its helpers. `who`: the address of `job_run` and its arguments, or
+    zeros for this thread alone."""
     run, board, helpers = who
     kind = ir.FunctionType(ir.VoidType(), [_LONG] * 4)
-    with builder.if_else(builder.icmp_unsigned("!=", run, _LONG(0))) as (together, alone):
-        with together:
+    with builder.if_else(builder.icmp_unsigned("!=", run, _LONG(0))) as (shared, alone):
+        with shared:
             function = builder.inttoptr(run, kind.as_pointer())
             builder.call(function, [board, helpers, builder.ptrtoint(work, _LONG), data])
         with alone:

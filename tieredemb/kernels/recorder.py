@@ -1,5 +1,5 @@
-"""When a program is recorded: what comes the third time. Keeps the recordings of the keys used last, frees the others,
-and gives up after failures."""
+"""Decides when a program is recorded: at its third run. Keeps the recordings of the last keys used, frees the others,
+and stops after failures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-TIMES = 2  # that a program is launched before it is recorded: what is made at a first use must not be captured
-MOST_FAILURES = 3  # before a recorder gives up
+TIMES = 2  # how often a program is launched before it is recorded: first uses must not be captured
+MOST_FAILURES = 3  # failures before a recorder stops
 MOST_COUNTED = 64  # keys that are counted, the last ones
 CAPTURE_ERROR = re.compile(r"captur|error 90\d\b", re.IGNORECASE)  # CUDA's messages, and the driver's numbers
 
@@ -54,9 +54,9 @@ class Recorder(Generic[K, Kept]):
         return None
 
     def record(self, key: K, make: Callable[[], Kept], reported: weakref.WeakSet[Kept]) -> Kept | None:
-        """What `make` records, where none of the key is free (`find`). Returns None if the program is to be launched:
-        it has not come often enough, as many recordings as may be are in use, or recording has failed. `reported`: the
-        recordings that a memory report counts."""
+        """Records by `make`, if no recording of the key is free (`find`). Returns None if the program is to be
+        launched: it has not run often enough, the maximum number of recordings is in use, or recording has failed.
+        `reported`: the recordings that a memory report counts."""
         if self._failures == MOST_FAILURES or not self._is_worth_it(key):
             return None
         recording = attempt(make)
@@ -67,7 +67,7 @@ class Recorder(Generic[K, Kept]):
         self._kept.setdefault(key, []).append(recording)
         if len(self._kept) > self._most:
             displaced, _ = self._kept.popitem(last=False)
-            # it has to come more often than others before it is recorded again
+            # it has to run more often than others before it is recorded again
             self._times.pop(displaced, None)
             self._times[displaced] = -MOST_COUNTED
         return recording
@@ -88,9 +88,9 @@ class Recorder(Generic[K, Kept]):
 
 
 def attempt(make: Callable[[], R]) -> R | None:
-    """What `make` records. Returns None if that raises an exception: what was to be recorded has not run, is launched
-    instead, and then raises what its caller is to know. Warns, unless no memory was left for the recording, or another
-    thread waited for the whole device."""
+    """Records by `make`. Returns None if that raises an exception: the program has not run, is launched instead, and
+    then raises its errors. Warns, unless no memory was left for the recording, or another thread waited for the whole
+    device."""
     try:
         return make()
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: a replay gives the graph the
-addresses of tensors that come and go, such as a batch and an output, and copies nothing."""
+"""Launches that are recorded once as a CUDA graph, and replayed with other arguments: a replay sets the addresses of
+tensors that change, such as a batch and an output, and copies nothing."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def _knows_nodes() -> bool:
 
 
 class GraphPool:
-    """The memory that recordings use while they run, one after the other. torch forgets a pool once no graph is left
-    of those that share it, and takes it amiss if another one comes, and after a recording that failed it may go on to
-    call it in use: the next one gets a new one."""
+    """The memory that recordings use while they run, one after another. torch drops a pool once no graph that shares it
+    is left, and fails if another graph uses it then; after a failed recording it may still consider it in use: the next
+    recording gets a new pool."""
 
     def __init__(self) -> None:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """The next recording gets a new pool; those that have a part in this one keep it."""
+        """Has the next recording get a new pool; recordings with memory in this one keep it."""
         self._used_by: weakref.WeakSet[Recording] = weakref.WeakSet()
         self._handle: Any = None
 
@@ -112,7 +112,7 @@ class _Node:
 
 
 class Recording:
-    """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up · `priority`: as
+    """A graph of launches on one device. `pool`: of the memory that the launches allocate and free · `priority`: as
     of a stream, which a graph's kernels keep wherever it is launched.
 
     `replay` may be called by any thread, one at a time. Neither recording nor a replay synchronises. See
@@ -171,7 +171,7 @@ class Recording:
 
 @contextlib.contextmanager
 def _listening(note: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
-    """Calls `note` for each launch of this thread inside, and for none later, whatever interrupts."""
+    """Calls `note` for each launch of this thread inside, and for none later, even after an interrupt."""
     thread = threading.get_ident()
     with contextlib.ExitStack() as after:
         after.callback(LISTENERS.pop, thread, None)

@@ -1,5 +1,5 @@
-// How weights are rounded into rows: to nearest, or with -DSTOCHASTIC up or down at random, so that their mean is what
-// they were. The twin is rounding_cpu.py; see lookup/rounding.py.
+// How weights are rounded into rows: to nearest, or with -DSTOCHASTIC up or down at random, so that their mean is
+// unchanged. The CPU twin is rounding_cpu.py; see lookup/rounding.py.
 #pragma once
 #include "philox.cuh"
 
@@ -9,9 +9,9 @@ constexpr bool IS_STOCHASTIC = true;
 constexpr bool IS_STOCHASTIC = false;
 #endif
 
-// What the random bits of a row depend on. Of the features' tables: their first key, the slot of their first row if they
-// are resident or −1, what the generator calls them, and their place among `steps` · `ids`: of each table two, what the
-// generator calls its first row, and by how much it counts on from row to row · `key`: of each slot that is not a
+// What the random bits of a row depend on. For the features' tables: their first key, the slot of their first row if
+// they are resident or −1, the generator's number of the table, and the table's index in `steps` · `ids`: for each
+// table two, the generator's number of its first row, and the step from row to row · `key`: of each slot that is not a
 // resident table's · `records`: of rows without a slot · `steps`: taken by the tables.
 struct Draws {
     u32 seed_low, seed_high;
@@ -23,12 +23,12 @@ struct Draws {
     const i64 *steps;
 };
 
-// One row to draw for.
+// A row that random bits are drawn for.
 struct Drawn {
     u32 seed_low, seed_high, low, high, number, step;
 };
 
-// The row at `home`, of the table of `feature`, at the step that this has taken.
+// The row at `home`, of the table of `feature`, at the number of steps that the table has taken.
 __device__ __forceinline__ Drawn drawn_of(const Draws &draws, int home, int feature) {
     if constexpr (!IS_STOCHASTIC) return {};
     const i64 first_slot = draws.resident[feature];
@@ -63,7 +63,8 @@ __device__ __forceinline__ u16 stochastic_of(float f, u32 bits) {
 }
 
 #ifdef WIDTH
-// The values of one unit of a row, rounded. `purpose`: what for, of which each draws for itself.
+// The values of one unit of a row, rounded. `purpose`: what they are rounded for; each purpose has random bits of its
+// own.
 __device__ __forceinline__ row_vector rounded(const float (&values)[VECTOR], int unit, const Drawn &row, u32 step,
                                               u32 purpose) {
     row_vector result;

@@ -1,8 +1,8 @@
-"""How a row lies in memory: all that storage, swap, lookup and update know of it.
+"""The layout of a row in memory, for storage, transfers, lookup and update.
 
-A row has D weights and S words of optimizer state, both in every home alike. How the weights lie is an `Encoding`:
-an element a weight in the three that there are, or what a codec makes of them, scaled integers for one. Outputs have a
-dtype of their own.
+A row has D weights and S words of optimizer state, both equal in every home. The layout of weights is an `Encoding`: an
+element a weight in the three existing ones, or the output of a codec, such as scaled integers. Outputs have a dtype of
+their own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VECTOR_BYTES = 16  # that a thread of a GPU reads at once, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How the weights of a row lie in memory.
+    """The layout of a row's weights in memory.
 
-    `name`: what files call it · `dtype`: of weights as tensors, which outputs have unless they are given another ·
-    `carrier`: the type of a row's elements to numpy, and to no other encoding's, as kernels tell them apart by it ·
-    `flag`: what CUDA kernels are compiled with; None where they cannot read it · `head`: elements of a row before those
-    of its weights · `codec`: for rows that are not an element a weight, the module that reads and writes them.
+    `name`: in files · `dtype`: of weights as tensors, and of outputs by default · `carrier`: the numpy type of a row's
+    elements, different for each encoding, as kernels distinguish them by it · `flag`: of CUDA kernels; None if they
+    cannot read it · `head`: elements of a row before its weights · `codec`: if a weight is not one element, the module
+    that reads and writes rows.
 
     A codec has two device functions, which kernels compile in: `load(array, row, column)`, a weight as float32, and
     `row_store(array, row, values)`, which rounds float32 `values` (1, D) into a row as a whole.
@@ -77,8 +77,8 @@ CARRIERS: dict[torch.dtype, np.dtype[Any]] = {dtype: encoding.carrier for dtype,
 
 
 def encoding_of(dtype: torch.dtype | Encoding, of: str = "the rows") -> Encoding:
-    """The encoding that a dtype of rows stands for. Raises `ConfigError`, which says whose rows they are (`of`), for
-    one of which there are no rows, and for what is no dtype."""
+    """The encoding of rows with a dtype. Raises `ConfigError`, with their owner `of`, if there are no such rows, or it
+    is no dtype."""
     if isinstance(dtype, Encoding):
         return register(dtype)
     if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN:
@@ -127,12 +127,12 @@ class RowFormat:
 
     @property
     def columns(self) -> int:
-        """Elements of a row's weights as they lie."""
+        """Elements of a row's weights in memory."""
         return self.encoding.head + self.width
 
     @property
     def is_float32(self) -> bool:
-        """Whether weights lie as float32, so that nothing rounds them."""
+        """Whether weights are float32 in memory, so that nothing rounds them."""
         return self.encoding.is_direct and self.carrier == np.float32
 
     @property

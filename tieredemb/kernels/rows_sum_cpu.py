@@ -1,7 +1,7 @@
-"""The sum of some rows, in registers: what most of a lookup on the CPU is.
+"""The sum of some rows, in registers: most of the work of a lookup on the CPU.
 
-A loop that adds a row to an array in memory asks at each row whether the two overlap, and writes what the next row
-reads. Here as many columns as fit the registers are summed over all rows, then the next ones. The loops are emitted as
+A loop that adds a row to an array in memory checks at each row whether the two overlap, and writes what the next row
+reads. Here as many columns as fit in registers are summed over all rows, then the next ones. The loops are emitted as
 LLVM code, one for each number of columns: to type and lower them by numba took ten seconds.
 """
 
@@ -21,8 +21,8 @@ _LONG, _FLOAT = ir.IntType(64), ir.FloatType()
 
 
 class _Sum(NamedTuple):
-    """What is summed. `data`: of each array the pointer to its first element · `carrier`: numba's type of elements of
-    `rows`, and `rounded` of those of `out` · the others are as `rows_sum` is given them."""
+    """The operands of a sum. `data`: for each array the pointer to its first element · `carrier`, `rounded`: numba's
+    types of elements of `rows` and `out` · the others are arguments of `rows_sum`."""
 
     out: Any
     to: Any
@@ -42,7 +42,7 @@ def rows_sum(typingctx, out, to, rows, homes, step, first, stop, weights, weight
     """Writes the sum of rows to `width` elements from `out.ravel()[to]` on: float32, added in their order, each times
     its weight where `weighted`, divided by a `divisor` above 1, and rounded once. The rows are those of occurrences
     first … stop − 1: occurrence i has it at `rows.ravel()[homes[i] * step]`, or none where `homes[i]` is negative. All
-    arrays are C-contiguous. For rows that are not direct kernels compile it too, and never come here."""
+    arrays are C-contiguous. For rows that are not direct it is compiled, but never runs."""
     for array in (out, rows, homes, weights):
         check_contiguous(array)
     kinds = types.void(out, to, rows, homes, step, first, stop, weights, weighted, divisor, width)

@@ -1,11 +1,11 @@
-// What a use does to a row's score, as on the CPU (cache/policy.py), and the clock that it goes by.
+// How a use raises a row's score, as on the CPU (cache/policy.py), and the clock for it.
 #pragma once
 
 struct Clock {
     i64 batch;   // number of the batch being planned
     i64 time;    // its time: the batches that have aged scores
-    i64 now;     // that as a score
-    int stamp;   // its number as `last_batch` holds it
+    i64 now;     // the time as a score
+    int stamp;   // its number in the form of `last_batch`
     int oldest;  // slots used at or after this batch are locked
 };
 

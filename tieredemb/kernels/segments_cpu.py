@@ -45,7 +45,7 @@ def segments_of_homes(homes: Array, slots: int) -> Segments:
 
 @jit
 def homes_number(homes, unique_of_slot, inverse, unique):
-    """Numbers the distinct homes in order of first occurrence; returns how many. `unique_of_slot` comes as −1."""
+    """Numbers the distinct homes in order of first occurrence; returns how many. `unique_of_slot` is −1 before."""
     count = 0
     for i in range(homes.shape[0]):
         home = homes[i]
@@ -61,7 +61,7 @@ def homes_number(homes, unique_of_slot, inverse, unique):
 
 @jit
 def occurrences_sort(inverse, starts, order):
-    """Stable counting sort of the occurrences by `inverse`; returns how many are kept. `starts` comes zeroed."""
+    """Stable counting sort of the occurrences by `inverse`; returns how many are kept. `starts` is zeroed before."""
     segments = starts.shape[0] - 1
     for i in range(inverse.shape[0]):
         if inverse[i] >= 0:

@@ -1,11 +1,11 @@
-"""Reads our own CUDA sources: what kernels take, and how structs are laid out.
+"""Reads our own CUDA sources: the parameters of kernels, and the layouts of structs.
 
-The source is where these are written; the host asks here and repeats none of it. Only what our files use is understood:
-all else is a `SourceError` with file and line, never a guess. No flag is known here, so what stands under a condition
-(a row's type, all that depends on a width), or has fields that a flag names or a base has, has a name and no size.
-`tests/kernels/test_source.py` compares what is found with the compiler.
+They are written only in the source; the host reads them here. Only the syntax of our files is understood: all else is a
+`SourceError` with file and line, never a guess. No flag is known here, so what is under a condition (a row's type, all
+that depends on a width), or has fields that a flag names or a base has, has a name and no size.
+`tests/kernels/test_source.py` compares the results with the compiler.
 
-Numbers that both sides know go the other way: `constants.cuh` is made of `constants.py`.
+Numbers that both sides use go the other way: `constants.cuh` is made from `constants.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tieredemb.kernels import constants
 
 PACKAGE = Path(__file__).resolve().parents[1]
 POINTER_BYTES = 8
-CONSTANTS = "constants.cuh"  # a header that lies nowhere
+CONSTANTS = "constants.cuh"  # a generated header
 
 TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|/\*.*?\*/)
@@ -40,7 +40,7 @@ DIRECTIVE = re.compile(r"#\s*(\w+)\s*([^\s(]*)(\(?)\s*(.*?)\s*(?://.*)?", re.DOT
 INTEGER = re.compile(r"(0[xX][0-9A-Fa-f]+|0|[1-9]\d*)[uUlL]*")
 OPERATORS = ("+", "-", "*", "<<", ">>", "(", ")")  # of sizes; they bind in Python as in C
 
-SIZES = {  # of what the language knows by itself; all are aligned to their size
+SIZES = {  # built-in types; all are aligned to their size
     **{"bool": 1, "char": 1, "unsigned char": 1, "short": 2, "unsigned short": 2, "int": 4, "unsigned int": 4},
     **{"float": 4, "double": 8, "long long": 8, "unsigned long long": 8, "int4": 16, "uint4": 16},
 }
@@ -50,7 +50,7 @@ FUNCTION = ("__device__", "__host__", "template")  # what ours begin with
 
 
 class SourceError(TieredEmbError, ValueError):
-    """A CUDA source of ours that is not understood, or has not what is asked for."""
+    """A CUDA source of ours is not understood, or lacks a requested name."""
 
 
 class Token(NamedTuple):
@@ -60,7 +60,7 @@ class Token(NamedTuple):
 
 
 class Type(NamedTuple):
-    """A type by its name; a pointer's by the name of what it points to."""
+    """A type by its name; of a pointer, the name of the type that it points to."""
 
     name: str
     pointer: bool
@@ -86,7 +86,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a struct's fields lie, in bytes."""
+    """The offsets of a struct's fields, in bytes."""
 
     name: str
     fields: tuple[Field, ...]
@@ -204,7 +204,7 @@ def read(file: str) -> Source:
 
 
 class Source:
-    """What a `.cu` file and its headers declare. Types and sizes are looked at when somebody asks for them."""
+    """The declarations of a `.cu` file and its headers. Types and sizes are evaluated when they are requested."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -238,7 +238,7 @@ class Source:
         return tuple(self._value(tokens, kernel) for tokens in self._kernel(kernel).bounds)
 
     def layout(self, struct: str) -> Layout:
-        """Where the fields of a struct lie."""
+        """The layout of a struct."""
         if struct not in self._layouts:
             if struct not in self._structs:
                 raise SourceError(f"{self.file}: there is no struct {struct}; there are {', '.join(self._structs)}")
@@ -247,7 +247,7 @@ class Source:
         return self._layouts[struct]
 
     def leaves(self, struct: str) -> Iterator[Field]:
-        """The fields of a struct, those of a struct inside it in its place; all offsets from its start."""
+        """The fields of a struct, with nested structs expanded; all offsets from its start."""
         for field in self.layout(struct).fields:
             if field.type.pointer or field.counts or field.type.name not in self._structs:
                 yield field
@@ -292,11 +292,11 @@ class Source:
         fields: list[Field] = []
         end, alignment = 0, self._value(struct.alignment, name) if struct.alignment else 1
         for token, type, dimensions in struct.fields:
-            each, its_alignment = self.size(type, token.place)
+            each, own_alignment = self.size(type, token.place)
             counts = tuple(self._value(dimension, token.place) for dimension in dimensions)
-            start = -(-end // its_alignment) * its_alignment
+            start = -(-end // own_alignment) * own_alignment
             fields.append(Field(token.text, type, counts, start, each * math.prod(counts)))
-            end, alignment = start + fields[-1].size, max(alignment, its_alignment)
+            end, alignment = start + fields[-1].size, max(alignment, own_alignment)
         size = -(-max(end, 1) // alignment) * alignment  # an empty one has a byte
         return Layout(name, tuple(fields), size, alignment)
 
@@ -372,7 +372,7 @@ class _Reader:
         return token.text
 
     def _upto(self, *ends: str) -> list[Token]:
-        """Takes what comes before the first of `ends` outside of brackets, and leaves that."""
+        """Takes the tokens before the first of `ends` outside of brackets."""
         found: list[Token] = []
         depth = 0
         while depth or self._peek() not in ends:

@@ -1,9 +1,8 @@
-"""What a kernel is compiled from, as one digest: its file, and all files of the package that this one imports, the
-files that those import, and so on.
+"""A digest of a kernel's sources: its file, and all files of the package that it imports, directly or not.
 
-A kernel's machine code holds device functions and constants of any of them. The digest is of what the files contain, as
-an edit may leave size and time as they were. Python itself goes by those, and after such an edit runs what it compiled
-of the file before (`__pycache__`), which then counts too. A first step takes 38 files, in 6 milliseconds.
+A kernel's machine code contains device functions and constants of any of them. The digest is of the content, as an edit
+may keep size and time. Python itself checks only those, and after such an edit runs older code (`__pycache__`), which
+then counts too. A first step reads 38 files, in 6 milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from tieredemb.kernels import IMPORTED
 
 CLOCK = 0.05  # seconds that a file's time of change may be behind the clock: the kernel's ticks
-MARGIN = 0.5  # seconds: Python takes less from reading a file to writing what it has compiled of it
+MARGIN = 0.5  # seconds: Python takes less from reading a file to writing its compiled code
 _IMPORT = re.compile(
     rb"^(?P<indent>[ \t]*)(?:from[ \t]+(?P<source>[\w.]+)[ \t]+import[ \t]+(?P<names>\([^)]*\)|[^\n#]+)"
     rb"|import[ \t]+(?P<modules>[^\n#]+))",
@@ -32,13 +31,13 @@ _COMMENT = re.compile(rb"#[^\n]*")
 
 
 class NoDigestError(Exception):
-    """The files that a kernel is compiled from are not known. The message says why."""
+    """The source files of a kernel cannot be determined. The message says why."""
 
 
 @dataclass(frozen=True)
 class _File:
-    """A module's file. `source`: digest of it · `compiled`: of what Python may run in its place · `imports`: what it
-    imports, and whether that has run whenever the module has."""
+    """A module's file. `source`: its digest · `compiled`: of code that Python may run in its place · `imports`: what it
+    imports, and whether that is always run with the module."""
 
     path: str
     source: str
@@ -48,7 +47,7 @@ class _File:
 
 @functools.cache
 def source_digest(module: str, further: tuple[str, ...] = ()) -> str:
-    """Digest of a module's file and all that it reaches, with that of `further` modules that its kernels use. Raises
+    """Digest of a module's file and all that it imports, and of `further` modules that its kernels use. Raises
     `NoDigestError`."""
     for name in further:
         importlib.import_module(name)  # by which its file is known

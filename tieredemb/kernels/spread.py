@@ -8,7 +8,7 @@ import torch
 
 from tieredemb.kernels.arguments import StructValue, struct_type
 
-MOST_BLOCKS = 264  # of 256 threads: fill the way to another GPU, and leave the rest of this one to what runs beside
+MOST_BLOCKS = 264  # of 256 threads: they saturate the link to another GPU, and leave room on this one
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ def own_stream(owner: object, device: torch.device, priority: int = 0) -> torch.
 
 @functools.cache
 def side_stream(device: torch.device, priority: int = 0, name: str = "") -> torch.cuda.Stream:
-    """One stream a device, priority and name, for all that runs beside others: torch's allocator keeps memory for
-    each."""
+    """One side stream for each device, priority and name, shared, as torch's allocator keeps memory for each stream."""
     return own_stream(side_stream, device, priority)
 
 
@@ -71,10 +70,10 @@ def current_stream(index: int | None = None) -> torch.cuda.Stream:
 
 
 def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]], name: str = "beside") -> None:
-    """Calls the functions, which do not need each other, one after the other. Inside a capture what they launch may run
-    at the same time: what the first one launches on the current stream, what the others do each on one beside it, which
-    the current stream then waits for. Eagerly events would cost the host more than the device gains. `name`: of these
-    streams; what is captured on several branches of a graph takes names of its own, or the branches would wait."""
+    """Calls independent functions, one after another. Inside a capture their launches may run at the same time: those
+    of the first on the current stream, those of each other one on a side stream, which the current stream then waits
+    for. Eagerly, events would cost the host more than the device gains. `name`: of these streams; code on several
+    branches of a graph needs different names, or the branches would wait for each other."""
     if len(functions) < 2 or not torch.cuda.is_current_stream_capturing():
         for function in functions:
             function()
@@ -90,7 +89,7 @@ def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]]
             with on_stream(stream):
                 function()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # of a capture that is none any more: what comes is why
+        with contextlib.suppress(RuntimeError):  # the capture is invalid already: the exception raised below is why
             _wait_for(main, beside)
         raise
     _wait_for(main, beside)
@@ -140,9 +139,9 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def outside_capture(device: torch.device) -> Iterator[None]:
-    """Launches at once even while the current stream is being captured: what the graph finds, not what it does. What it
-    writes must be older than the capture. Before one torch waits for the device, so nothing is pending that this would
-    overtake."""
+    """Inside, launches run at once even while the current stream is being captured: they prepare memory for the graph,
+    and are not part of it. That memory must be older than the capture. Before a capture torch waits for the device, so
+    no pending work can be overtaken."""
     if not torch.cuda.is_current_stream_capturing():
         yield
         return

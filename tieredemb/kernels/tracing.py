@@ -1,14 +1,14 @@
-"""What tools that trace a program see of ours: profilers named ranges, `torch.compile` nothing, exporters an error.
+"""What tracing tools see of this library: profilers named ranges, `torch.compile` nothing, exporters an error.
 
-Named ranges say what of a step is planning, moving rows, looking up, updating. They are torch's `record_function`, so
-`torch.profiler` shows them, and under `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, which Nsight Systems
-shows: torch then pushes one for each range on the profiled thread and on those of its backward passes
-(torch/csrc/profiler/standalone/nvtx_observer.cpp). Without either a range costs 0.3 µs, to ask. A replayed CUDA graph
-runs no Python and so has no ranges: there the names of the kernels tell the part of the step.
+Named ranges show which part of a step is planning, moving rows, looking up, or updating. They are torch's
+`record_function`, so `torch.profiler` shows them, and under `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges,
+which Nsight Systems shows: torch then pushes one for each range on the profiled thread and on those of its backward
+passes (torch/csrc/profiler/standalone/nvtx_observer.cpp). Without either a range costs 0.3 µs, for the check. A
+replayed CUDA graph runs no Python and so has no ranges: there the names of the kernels show the part of the step.
 
 `torch.export`, `torch.onnx`, `torch.jit`, `torch.fx` and `torch.func` take a model as one program of tensors. The rows
 of a tiered table are no tensor of the model, so none of these can have them. All of them get one error, which names the
-way: a model whose tables were restored.
+solution: a model whose tables were restored.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
         *("bags_join", "offsets_check", "bags_fill", "fault_tell"),
         *("owners_find", "firsts_find", "asked_place"),
         *("blocks_begin", "bags_pad", "pieces_find", "firsts_mark", "ids_join"),
-        *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
+        *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_resolve"),
         *("missed_place", "homes_count", "range_find", "range_begin"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
-    "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
+    "swap": ("missed_report", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
         *("bags_pool", "rows_gather", "rows_spread", "ranks_meet"),
@@ -57,7 +57,7 @@ _TORCH_SORT = re.compile(r"(?i)(?<!search)sort|fill_reverse_indices|fill_index_a
 
 
 def marked(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range called "tieredemb.<name>"; nothing while nobody profiles."""
+    """A range called "tieredemb.<name>"; nothing without a profiler."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"tieredemb.{name}")
@@ -80,8 +80,8 @@ def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def part_of(kernel: str) -> str | None:
-    """The part of a step, a key of `KERNELS`, that a kernel belongs to by its name in a profile; None for what is not
-    the library's. torch's sorts count as the one by which a plan groups occurrences."""
+    """The part of a step, a key of `KERNELS`, of a kernel with this name in a profile; None for kernels of others.
+    torch's sorts count as the sort by which a plan groups occurrences."""
     return _PART_OF.get(kernel, "sort" if _TORCH_SORT.search(kernel) else None)
 
 

@@ -1,6 +1,6 @@
-"""One bag on the CPU, pooled: what the kernels of lookups have in common, wherever the rows of the bag lie.
+"""Pools one bag on the CPU: shared by the kernels of lookups, for rows in any home.
 
-A row is found by its home: negative for padding, else where it begins, in `step` elements from the first of `rows`.
+A row is found by its home: negative for padding, else where it begins, in units of `step` elements of `rows`.
 Sums run in float32 in the order of the ids, in registers, and are rounded once, into the output's dtype.
 """
 
@@ -24,7 +24,7 @@ from tieredemb.kernels.cpu import (
 )
 from tieredemb.kernels.rows_sum_cpu import rows_sum
 
-BLOCK_BYTES = 16384  # of rows that are asked for before those of the block before are pooled: two fit a core's cache
+BLOCK_BYTES = 16384  # of rows that are prefetched before the last block is pooled: two blocks fit a core's cache
 
 
 @inline
@@ -34,17 +34,17 @@ def block_of(rows, ids, batch):
 
 
 @inline
-def row_ask(rows, first):
-    """Asks for all lines of the row that begins at `rows.ravel()[first]`."""
+def row_lines_prefetch(rows, first):
+    """Prefetches all lines of the row that begins at `rows.ravel()[first]`."""
     for d in range(0, rows.shape[1], line_elements(rows)):
         prefetch(rows, first + d)
 
 
 @inline
 def row_prefetch(array, row):
-    """Asks for all lines of `array[row]` unless the row is negative (padding)."""
+    """Prefetches all lines of `array[row]` unless the row is negative (padding)."""
     if row >= 0:
-        row_ask(array, np.int64(row) * array.shape[1])
+        row_lines_prefetch(array, np.int64(row) * array.shape[1])
 
 
 @inline

@@ -1,23 +1,24 @@
-// A batch of bags on the device: offsets checked, ids checked and turned into keys of one key space.
+// A batch of bags on the device: offsets are checked, ids are checked and turned into keys of one key space.
 //
-// Nothing here trusts its input. A fault leaves its mark in `fault`: the batch then reads zeros for bad ids, or nothing
-// at all after bad offsets, and updates nothing; `fault_report` tells the host which was the first.
+// No input is trusted. A fault is marked in `fault`: the batch then reads zeros for bad ids, or nothing at all after
+// bad offsets, and updates nothing; `fault_report` tells the host the first one.
 #include "common.cuh"
 #include "fault.cuh"
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
 
-// The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where these
-// are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
-// `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1; `apart`: whether each was looked
-// up by itself, so that faults are told in terms of its own ids and offsets.
+// The features of a key space. `blocks`: for each the number of its block of bags among those given, null if all given
+// blocks are of these features, in their order; `features`: their numbers in the collection; `first`, `size`: first key
+// and rows of the table of each; `padding`: an id for each, or −1; `resident`: the slot of its table's first row, or
+// −1; `separate`: whether each was looked up by itself, so that faults are reported in terms of its own ids and
+// offsets.
 struct Space {
     const i64 *blocks, *features, *first, *size, *padding, *resident;
-    int n_features, apart;
+    int n_features, separate;
 };
 
-// Edge k of the bags of all features; the last one may be left out and is then the number of ids. Without `offsets` all
-// bags are of `given` ids, as long as there are some.
+// Edge k of the bags of all features; the last one may be omitted and is then the number of ids. Without `offsets` all
+// bags have `given` ids, as long as there are some.
 struct Edges {
     const i64 *offsets;
     i64 given, n_ids;
@@ -29,10 +30,11 @@ struct Edges {
 
 constexpr i64 MISPLACED = -(1ll << 61), MOST_MISPLACED = 1ll << 60;  // of an edge that should be a first one: + offset
 
-// The inputs of features that were looked up by themselves. Of each `ids`: where its ids lie; `stride`: from one to the
-// next, in elements; `offsets`: where its bags start, null where all are of one length; `start`: of its ids among those
-// of all; `n_ids`: how many it has; `before`: ids of its pool before its own; `edge`: of its first bag among the edges of
-// all; `kind`: of bits IDS_32, OFFSETS_32 and LAST of its pool, and above them the length of its bags.
+// The inputs of features that were looked up separately. For each, `ids`: the address of its ids; `stride`: from one to
+// the next, in elements; `offsets`: the address of its bags' starts, null if all have one length; `start`: the position
+// of its ids among all; `n_ids`: their number; `before`: ids of its pool before its own; `edge`: the position of its
+// first bag's edge among all edges; `kind`: bits IDS_32, OFFSETS_32 and LAST of its pool, and above them the length of
+// its bags.
 struct Joined {
     i64 ids[MOST_JOINED], stride[MOST_JOINED], offsets[MOST_JOINED], start[MOST_JOINED], n_ids[MOST_JOINED],
         before[MOST_JOINED], edge[MOST_JOINED], kind[MOST_JOINED];
@@ -42,9 +44,9 @@ __device__ __forceinline__ i64 integer_at(i64 address, i64 place, bool is_32) {
     return is_32 ? (i64)((const int *)address)[place] : ((const i64 *)address)[place];
 }
 
-// Puts the ids of the features together, and, unless `edges` is null, the edges of their bags, `batch` of each: those of
-// one pool behind those of another, and behind the last one of a pool how many ids that has. `total`: ids of them all,
-// from the first one's `start` on. An offset other than 0 of a first bag becomes an edge that no check lets pass. Moves 16
+// Joins the ids of the features and, unless `edges` is null, the edges of their bags, `batch` of each: those of one
+// pool behind those of another, and behind the last one of a pool its number of ids. `total`: ids of all, from the
+// first one's `start` on. An offset other than 0 of a first bag becomes an edge that every check refuses. Moves 16
 // bytes an id and a bag.
 extern "C" __global__ void bags_join(const __grid_constant__ Joined joined, int features, i64 total, i64 batch, i64 *ids, i64 *edges) {
     wait_for_prior_kernel();
@@ -74,9 +76,9 @@ extern "C" __global__ void bags_join(const __grid_constant__ Joined joined, int 
 
 __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place, (u64)(FAR - position)); }
 
-// Checks the edges: they must rise from 0 to at most n_ids, to n_ids itself with `exact`. Writes those of the features of
-// the space, as if only their ids had been given: int64 (features · batch + 1).
-// Reads and writes 8 bytes a bag.
+// Checks the edges: they must rise from 0 to at most n_ids, or exactly to n_ids with `exact`. Writes those of the
+// features of the space, as if only their ids had been given: int64 (features · batch + 1). Reads and writes 8 bytes a
+// bag.
 extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact, i64 batch,
                                          Space space, Fault *fault, i64 *local) {
     wait_for_prior_kernel();
@@ -101,7 +103,7 @@ extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_id
     }
 }
 
-constexpr int STAGED = 512;        // edges that it takes into shared memory: all among its ids, if no bag is empty
+constexpr int STAGED = 512;        // edges that it reads into shared memory: all among its ids, if no bag is empty
 constexpr int NEAR = 32;           // features likewise
 
 struct Table {
@@ -116,8 +118,8 @@ struct Span {
     u32 low, high;
 };
 
-// A span of at most STAGED − FILL_THREADS bags, found by all threads of the block: each looks at an edge in a step,
-// `probed` in the first, where it is the same for every k. Ends among the bags whatever the edges say.
+// A span of at most STAGED − FILL_THREADS bags, found by all threads of the block: each reads an edge in a step,
+// `probed` in the first, where it is the same for every k. Stays within the bags, even if the edges are wrong.
 __device__ __forceinline__ Span bags_around(const i64 *local, u32 bags, i64 probed, i64 k) {
     Span span{0, bags};
     bool inside = probed <= k;
@@ -132,7 +134,7 @@ __device__ __forceinline__ Span bags_around(const i64 *local, u32 bags, i64 prob
     }
 }
 
-// Tells the host of the first fault that it has not been told of. One thread, after all others.
+// Reports the first fault that was not reported yet to the host. Called by one thread, after all others.
 __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const Edges &edges, i64 n_edges, i64 batch,
                              const Space &space, volatile Report *report) {
     if ((fault->id | fault->offset) == 0 || report->state != 0) return;
@@ -142,8 +144,8 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
     report->position = at;
     report->ids = edges.n_ids;
     report->edges = n_edges;
-    if (bad_offset && space.apart) {
-        i64 f = at / batch;  // of a first bag whose edge is where it should be the last one before is wrong
+    if (bad_offset && space.separate) {
+        i64 f = at / batch;  // if the edge of a first bag is right, the last bag before it is wrong
         const bool first_is_wrong = at == f * batch && edges[at] < 0;
         if (at == f * batch && !first_is_wrong) f--;
         const i64 start = f * batch == at ? 0 : edges[f * batch];
@@ -171,7 +173,7 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
         }
         report->feature = feature;
         report->value = ids[at];
-        if (space.apart) report->position = at - edges[feature * batch];
+        if (space.separate) report->position = at - edges[feature * batch];
     }
     __threadfence_system();
     report->state = 1;
@@ -197,14 +199,14 @@ __device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i6
 }
 
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
-// DROPPED for padding, bad ids, what lies beyond the last bag, and the rest of the `room`, which is that of n_ids or more;
+// DROPPED for padding, bad ids, what lies beyond the last bag, and the rest of the `capacity`, which is n_ids or more;
 // after a bad offset there are no bags. 256 threads a block. Moves 8 + 16 bytes an occurrence.
 //
-// A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
-// at once, then takes edges and tables from there on into shared memory, where each id finds its own.
+// The time of a small batch is that of loads that wait for each other. So a block searches its first bag in 256 places
+// at once, then reads edges and tables from there on into shared memory, where each id finds its own.
 extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
-    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 room, i64 *local, i64 batch, Space space, i64 *keys,
-    int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
+    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 capacity, i64 *local, i64 batch, Space space,
+    i64 *keys, int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
     wait_for_prior_kernel();
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
     __shared__ Table near[NEAR];
@@ -214,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     const bool lost = fault->offset != 0;
     const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
     for (i64 bag = thread_index(); lost && bag <= bags; bag += thread_count()) local[bag] = 0;
-    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < room; base += thread_count()) {
+    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < capacity; base += thread_count()) {
         const i64 k = base + threadIdx.x;
         i64 i = k, id = !position && k < n_ids ? ids[k] : -1;
         u32 own = 0, near_feature = 0;
@@ -243,13 +245,13 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
             keys[k] = real && table.slot < 0 ? table.first + id : -1;
             homes[k] = !real ? DROPPED : table.slot < 0 ? -1 : (int)(table.slot + id);
             bag[k] = (int)own;
-        } else if (k < room) {
+        } else if (k < capacity) {
             keys[k] = -1;
             homes[k] = DROPPED;
             bag[k] = 0;
             if (position) position[k] = 0;
         }
-        __syncthreads();  // or the next edges would overwrite those that are read here; and all marks are made
+        __syncthreads();  // else the next edges would overwrite those that are read here; and all marks are set
     }
     if (threadIdx.x != 0) return;
     __threadfence();

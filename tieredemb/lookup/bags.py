@@ -1,7 +1,7 @@
-"""Key spaces: tables that share a cache, and what is wrong with ids and offsets into them.
+"""Key spaces: tables that share a cache, and messages about wrong ids and offsets into them.
 
-Who looks up in a table is a feature: it has bags, and columns of the output. A table has one of its own, unless its
-config names several. Bags come feature-major, as in FBGEMM and TorchRec's KeyedJaggedTensor: bag `f · B + b` is sample
+A feature looks up in a table: it has bags, and columns of the output. A table has one feature, unless its config names
+several. Bags are feature-major, as in FBGEMM and TorchRec's KeyedJaggedTensor: bag `f · B + b` is sample
 b of feature f. A key space may hold only some of a collection's tables (those of one width); the bags of its features
 are then copied out.
 """
@@ -20,21 +20,21 @@ from tieredemb.config import MODES, Array, Feature, TableConfig, features_of
 from tieredemb.kernels.constants import MAX, MEAN
 
 MAX_BAGS = 2**31 - 1  # of all features of a batch: kernels number them in int32
-# of each feature the number of its block of bags, and what it has in a `KeySpace`: the rows of `KeySpace.packed`
+# for each feature the number of its block of bags, and its fields in a `KeySpace`: the rows of `KeySpace.packed`
 BLOCK, FIRST, SIZE, PADDING, COLUMN, MODE = range(6)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where features have their bags in a batch that brings them in another order, or those of others too: `blocks`, of
-    each feature of the collection the number of its block of B bags · `count`: how many blocks there are."""
+    """Where features have their bags in a batch with another order, or with more blocks. `blocks`: for each feature of
+    the collection the number of its block of B bags · `count`: how many blocks there are."""
 
     blocks: tuple[int, ...]
     count: int
 
 
 class EqualBags(NamedTuple):
-    """As many `bags` of `length` ids each, of whose edges nobody need write an array."""
+    """So many `bags` of `length` ids each, without an array of their edges."""
 
     bags: int
     length: int
@@ -84,8 +84,7 @@ class KeySpace:
         return len(self.tables)
 
     def of_tables(self, positions: Sequence[int]) -> KeySpace:
-        """That of some of the tables, which have one feature each, with the keys that they have here: `start` stays
-        that of all."""
+        """The key space of some of the tables, with one feature each and unchanged keys; `start` stays that of all."""
         some, chosen = copy.copy(self), list(positions)
         some.tables = some.features = some.table = np.arange(len(chosen))
         some.first, some.size, some.column = self.first[chosen], self.size[chosen], self.column[chosen]
@@ -105,7 +104,7 @@ class KeySpace:
         return np.array([self.features, self.first, self.size, self.padding, self.column, mode], np.int64)
 
     def is_all(self, places: Places | None) -> bool:
-        """Whether the bags given are those of these features, in their order."""
+        """Whether the given bags are those of these features, in order."""
         return self.covers_all and places is None
 
     @property
@@ -115,7 +114,7 @@ class KeySpace:
 
 @functools.cache
 def rows_space(width: int, mode: Any) -> KeySpace:
-    """A key space of one table, of which lookups in rows of no table ask width and mode alone."""
+    """A key space of one table, for lookups in rows without a table, which need only width and mode."""
     return KeySpace([TableConfig(name="weight", num_embeddings=1, embedding_dim=width, mode=mode)], [0], [0])
 
 
@@ -124,7 +123,7 @@ def offsets_out_of_order(k: int, value: int, before: int, ids: int, count: int) 
     if k == 0 and value != 0:
         return f"offsets[0] must be 0, got {value}; the first bag starts at the first id"
     if k and value < before:
-        if value == ids and k == count - 1:  # the end that goes without saying
+        if value == ids and k == count - 1:  # the end, which may be omitted
             k, value = k - 1, before
         else:
             return (

@@ -71,12 +71,12 @@ def offsets_rise(offsets, count, ids):
 
 
 def join_edges(offsets: Array, which: Array, parts: Array, counts: Array, batch: int, edges: Array) -> bool:
-    """Fills `edges` with those of the bags of features that were looked up by themselves, as `device_bags.join_bags`
-    does: int64 (·,). Returns whether all offsets rise from 0 to at most as many ids as a feature has. `offsets`: int64
-    (U, B), those that differ, and `which` (K,): of each feature that gave any those that are its own · `parts`: int64
-    (5, F), of each the number of ids of its pool before its own, its place in `which`, or −1, the length of its bags
-    where it has none, the number of its pool, and of the last one in a pool how many ids that has, else −1 · `counts`:
-    the ids of each, int64 (F,)."""
+    """Fills `edges`, int64 (·,), with the edges of bags of features that were looked up separately, as
+    `device_bags.join_bags` does. Returns whether all offsets rise from 0 to at most the feature's number of ids.
+    `offsets`: int64 (U, B), distinct ones · `which`: int64 (K,), for each feature with offsets their row there ·
+    `parts`: int64 (5, F), for each feature the number of ids of its pool before its own; its position in `which`, or
+    −1; the length of its bags without offsets; the number of its pool; and for the last one in a pool that pool's
+    number of ids, else −1 · `counts`: ids of each feature, int64 (F,)."""
     features = parts.shape[1]
     good = np.ones(features, np.bool_)
     bounds = even_bounds(features, max(1, BAG_GRAIN // batch))
@@ -111,8 +111,8 @@ def make_bags(
     padding_is_dropped: bool,
     places: Places | None = None,
 ) -> Bags:
-    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64, all features, or those that
-    `places` says).
+    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64, of all features, or of
+    those at `places`).
 
     Padding becomes a negative key if `padding_is_dropped`. Raises `IdOutOfRangeError` for the first id outside its
     table.
@@ -137,7 +137,7 @@ def make_bags(
 
 
 def one_by_one(bags: Bags) -> Bags:
-    """Each occurrence as a bag, and a sample, of its own."""
+    """Bags of one occurrence each, with a sample of its own."""
     n = len(bags.keys)
     own = np.arange(n + 1, dtype=np.int64)
     return Bags(bags.keys, own, own[:n].astype(np.int32), bags.feature, bags.position, n)

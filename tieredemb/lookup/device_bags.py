@@ -1,7 +1,7 @@
-"""A batch of bags on a GPU: ids and offsets checked there, without a word to the host.
+"""A batch of bags on a GPU: ids and offsets are checked there, and the host does not wait.
 
-A fault marks its batch: bad ids read zeros, bad offsets nothing at all, and the batch updates no row. The host learns
-of the first one from a few words of its own memory that kernels write to (`FaultReport`).
+A fault marks its batch: bad ids read zeros, bad offsets nothing at all, and the batch updates no row. Kernels report
+the first fault in a few words of host memory (`FaultReport`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ def words_of(struct: str) -> int:
 class DeviceKeySpace:
     """The arrays of a `KeySpace` on a device: `column`, `mode`, `padding` and, where tables are shared, the `table` of
     each feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that
-    is resident, or −1 · `apart`: whether each feature was looked up by itself, which is what faults are told of."""
+    is resident, or −1 · `separate`: whether each feature was looked up by itself, so that faults are reported in its
+    own terms."""
 
-    def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device, *, apart: bool = False) -> None:
+    def __init__(
+        self, space: KeySpace, resident: Sequence[int], device: torch.device, *, separate: bool = False
+    ) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
@@ -57,21 +60,21 @@ class DeviceKeySpace:
             "size": upload(space.size),
             "resident": self._resident,
             "n_features": len(space.features),
-            "apart": apart,
+            "separate": separate,
         }
-        # those that were asked for are kept: a captured step counts on their memory
+        # requested ones are kept, as captured steps use their memory
         self._features: dict[tuple[bool, Places | None], StructValue] = {}
         for dropped in self._paddings:
             self.features(padding_is_dropped=dropped)
 
     def ids(self, keys: torch.Tensor, homes: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """The ids of occurrences, int64 (N,), given their keys, homes and features, (N,); of those that have a home."""
+        """The ids of occurrences with a home, int64 (N,), given their keys, homes and features, (N,)."""
         slot = self._resident[feature]
         return torch.where(slot < 0, keys - self._first[feature], homes - slot)
 
     def features(self, places: Places | None = None, *, padding_is_dropped: bool) -> StructValue:
-        """What kernels know of the features; without `padding_is_dropped` none has any padding. Synchronises for
-        `places` that it is asked for first."""
+        """The features as kernels take them; without `padding_is_dropped` none has padding. Synchronises for new
+        `places`."""
         key = padding_is_dropped, places
         if key not in self._features:
             blocks: torch.Tensor | int = 0
@@ -103,13 +106,13 @@ class Edges:
 
 @dataclass(frozen=True)
 class DeviceBags:
-    """The bags of one key space in one batch of B samples; N is the number of ids given, or more: there is room for so
-    many, and what none was given for is dropped.
+    """The bags of one key space in one batch of B samples. N is the number of ids, or a larger capacity; unused
+    occurrences are dropped.
 
-    `keys`: int64 (N,), negative where there is nothing to look up · `homes`: int32 (N,), −1 for a key, the slot of a
+    `keys`: int64 (N,), negative for occurrences without a lookup · `homes`: int32 (N,), −1 for a key, the slot of a
     resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,) · `bag`: int32 (N,), of each occurrence ·
-    `position`: int64 (N,), of each occurrence in the ids, or None where they are the same. Occurrences of other key
-    spaces' ids are at the end, dropped.
+    `position`: int64 (N,), of each occurrence in the ids, or None if they are the same. Occurrences of other key
+    spaces are dropped, at the end.
     """
 
     keys: torch.Tensor
@@ -121,9 +124,8 @@ class DeviceBags:
 
 
 def new_faults(count: int, device: torch.device) -> torch.Tensor:
-    """Room for the marks of so many batches, `Fault`s that are zero while there is none, and behind them for the
-    `Report`s of those that are reported to the host later: int64 (11 · `count`,). All are to be zero when batches are
-    planned."""
+    """Memory for the `Fault`s of `count` batches, zero without a fault, followed by their `Report`s, which are reported
+    to the host later: int64 (11 · `count`,). All must be zero when batches are planned."""
     return torch.empty(count * (words_of("Fault") + words_of("Report")), dtype=torch.int64, device=device)
 
 
@@ -157,10 +159,10 @@ def find_device_bags(
     *,
     padding_is_dropped: bool,
 ) -> None:
-    """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, for which `bags` have room), in which features
-    have theirs at `places`. Does not synchronise, but for new places; bad ids, and offsets that do not start at 0,
-    fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
-    room, batch = bags.homes.shape[0], bags.batch
+    """Finds the bags of `space` among `ids` (int64, `edges.ids` of them, which fit in `bags`), with features at
+    `places`. Does not synchronise, except for new places. Bad ids, and offsets that do not start at 0, fall, or exceed
+    the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    capacity, batch = bags.homes.shape[0], bags.batch
     offsets, given = edges.arguments
     features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
@@ -170,17 +172,16 @@ def find_device_bags(
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(room, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, edges.ids, room,
+        max(1, blocks_for(capacity, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, edges.ids, capacity,
         bags.offsets, batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position,
         edges.count, fault, report,
     )  # fmt: skip
 
 
 class Joined(NamedTuple):
-    """How the inputs of F features are put together that were looked up by themselves, `batch` bags each. Of each
-    feature `stride`: from an id to the next one, in elements · `start`: of its ids among those of all · `n_ids`: how
-    many it has · `before`: ids of its pool before its own · `edge`: of its first bag among the edges of all · `kind`:
-    see `kind_of`."""
+    """How the inputs of F features that were looked up separately, with `batch` bags each, are joined. For each feature
+    `stride`: from an id to the next one, in elements · `start`: of its ids among all · `n_ids`: how many it has ·
+    `before`: ids of its pool before its own · `edge`: of its first bag among all edges · `kind`: see `kind_of`."""
 
     batch: int
     stride: Sequence[int]
@@ -192,8 +193,8 @@ class Joined(NamedTuple):
 
 
 def kind_of(ids: torch.dtype, offsets: torch.dtype | None, length: int, *, is_last: bool) -> int:
-    """What a kernel is told of a feature: the dtypes of its inputs, the `length` of its bags where it has no offsets,
-    and whether it is the last one of its pool."""
+    """What a kernel needs to know of a feature: the dtypes of its inputs, the `length` of its bags where it has no
+    offsets, and whether it is the last one of its pool."""
     is_ids_32, is_offsets_32 = ids is torch.int32, offsets is torch.int32
     return IDS_32 * is_ids_32 | OFFSETS_32 * is_offsets_32 | LAST * is_last | max(0, length) << KIND_BITS
 
@@ -201,12 +202,12 @@ def kind_of(ids: torch.dtype, offsets: torch.dtype | None, length: int, *, is_la
 def join_bags(
     ids: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor | None], joined: Joined, count: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The ids of features that were looked up by themselves, put together, int64 (N,), and unless `count` is 0 the
-    edges of their bags, one pool behind the other: int64 (`count`,), F·B and one more for each pool. `ids`: of each
-    feature, int32 or int64, of one dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. What
-    `find_device_bags` finds wrong with the edges is reported in the feature's own terms. Does not synchronise."""
+    """The joined ids of features that were looked up separately, int64 (N,), and unless `count` is 0 the edges of their
+    bags, pool by pool: int64 (`count`,), F·B and one more for each pool. `ids`: of each feature, int32 or int64, of one
+    dimension, or contiguous · `offsets`: int32 or int64 (B,), or None. Faults that `find_device_bags` finds in the
+    edges are reported in the feature's own terms. Does not synchronise."""
     device, features = ids[0].device, len(ids)
-    together = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
+    all_ids = torch.empty(joined.start[-1] + joined.n_ids[-1], dtype=torch.int64, device=device)
     edges = torch.empty(count, dtype=torch.int64, device=device) if count else None
     join = kernel(FILE, "bags_join")
     where, starts = [each.data_ptr() for each in ids], [0 if each is None else each.data_ptr() for each in offsets]
@@ -221,9 +222,9 @@ def join_bags(
         n = total + of * joined.batch * bool(count)
         join(
             blocks_for(n, THREADS, MOST_BLOCKS), THREADS, struct_type(FILE, "Joined")(**own), of, total, joined.batch,
-            together, 0 if edges is None else edges,
+            all_ids, 0 if edges is None else edges,
         )  # fmt: skip
-    return together, edges
+    return all_ids, edges
 
 
 def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
@@ -239,33 +240,33 @@ def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: i
 
 
 def is_good(report: torch.Tensor) -> torch.Tensor:
-    """Whether the words of a `Report`, int64 on their device, tell of no fault: bool (1,). Does not synchronise."""
+    """Whether the words of a `Report`, int64 on their device, report no fault: bool (1,). Does not synchronise."""
     state = [field.name for field in read(FILE).layout("Report").fields].index("state")
     return report[state : state + 1] == 0
 
 
-def _said(words: Sequence[int]) -> dict[str, int]:
+def _report_of(words: Sequence[int]) -> dict[str, int]:
     """The words of a `Report`, by their names."""
     return dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
 
 
 def fault_in(
-    words: Sequence[int], names: Sequence[str], rows: Sequence[int], told: str = ""
+    words: Sequence[int], names: Sequence[str], rows: Sequence[int], ending: str = ""
 ) -> InvalidInputError | IdOutOfRangeError | None:
-    """The error that the words of a `Report` tell of, if any. `names`, `rows`: of each feature, as messages name it,
-    and of its table · `told`: what the message ends with."""
-    said = _said(words)
-    if said["state"] == 0:
+    """The error that the words of a `Report` stand for, if any. `names`, `rows`: of each feature, as messages name it,
+    and of its table · `ending`: what the message ends with."""
+    report = _report_of(words)
+    if report["state"] == 0:
         return None
-    position, value, feature = said["position"], said["value"], said["feature"]
-    if said["kind"] == BAD_ID:
-        return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + told)
-    wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
-    return InvalidInputError(wrong + told)
+    position, value, feature = report["position"], report["value"], report["feature"]
+    if report["kind"] == BAD_ID:
+        return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + ending)
+    wrong = offsets_out_of_order(position, value, report["before"], report["ids"], report["edges"])
+    return InvalidInputError(wrong + ending)
 
 
 class FaultReport:
-    """The first fault that nobody was told of: a `Report` in host memory, which kernels write to. `names`, `rows`: of
+    """The first fault that was not raised yet: a `Report` in host memory, which kernels write to. `names`, `rows`: of
     each feature, as messages name it, and of its table · `tables`: the name of each table."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int], tables: Sequence[str]) -> None:
@@ -273,21 +274,23 @@ class FaultReport:
         self._rows = rows
         self._tables = tables
         fields = [field.name for field in read(FILE).layout("Report").fields]
-        self._state = fields.index("state")  # not 0 once the other words are there
+        self._state = fields.index("state")  # not 0 once the other words are written
         self._words = torch.zeros(words_of("Report"), dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
 
-    def check(self, told: str = "") -> None:
+    def check(self, ending: str = "") -> None:
         """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once, or
-        `UnsupportedError` for a step. `told`: what the message ends with."""
+        `UnsupportedError` for a step. `ending`: what the message ends with."""
         if self._seen[self._state] == 0:
             return
         words = [*self._seen]
         self._seen[self._state] = 0
-        said = _said(words)
-        if said["kind"] == SPOILT:
-            raise UnsupportedError(why_refused(self._tables[said["feature"]], is_dense=bool(said["value"])) + told)
-        error = fault_in(words, self._names, self._rows, told)
+        report = _report_of(words)
+        if report["kind"] == SPOILT:
+            raise UnsupportedError(
+                why_refused(self._tables[report["feature"]], is_dense=bool(report["value"])) + ending
+            )
+        error = fault_in(words, self._names, self._rows, ending)
         if error is not None:
             raise error

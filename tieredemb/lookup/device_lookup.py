@@ -14,7 +14,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
-from tieredemb.kernels.constants import CHUNK, MAX, MEAN, MOST_TOLD
+from tieredemb.kernels.constants import CHUNK, MAX, MEAN, MOST_ADDRESSES
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
@@ -66,9 +66,9 @@ class KeyedTensors(HotTensors, Protocol):
 
 @dataclass(frozen=True)
 class Segments:
-    """The occurrences of a batch sorted by home, those of a row in order. `homes`, `order`, `sorted_bag`: int32 (N,) ·
-    `work`: int32 (4,), how many items, chunks and long segments there are, and with what the sort notes `counted` ·
-    `items`, `longs`: int32 (·, 4)."""
+    """The occurrences of a batch sorted by home; occurrences of a row are in order. `homes`, `order`, `sorted_bag`:
+    int32 (N,) · `work`: int32 (4,), how many items, chunks and long segments there are, and with what the sort notes
+    `counted` · `items`, `longs`: int32 (·, 4)."""
 
     homes: torch.Tensor
     order: torch.Tensor
@@ -89,11 +89,11 @@ class DeviceLookup:
         optimizer: OptimizerConfig | None,
         output_dtype: torch.dtype | None = None,
         *,
-        apart: bool = False,
+        separate: bool = False,
         draws: DeviceDraws | None = None,
     ) -> None:
-        """`output_dtype`: of pooled rows; that of the rows unless it is given · `apart`: whether each feature is a
-        table that takes steps of its own · `draws`: what rows are rounded by, if not to nearest."""
+        """`output_dtype`: of pooled rows; that of the rows unless it is given · `separate`: whether each feature is a
+        table that takes steps of its own · `draws`: random bits for rounding, if not to nearest."""
         self.space = space
         self.has_max = bool((space.space.mode == MAX).any())
         self.has_mean = bool((space.space.mode == MEAN).any())
@@ -105,8 +105,8 @@ class DeviceLookup:
         if output_dtype is not None and output_dtype != row.device_dtype:
             self._output = (RowFormat(width=row.width, dtype=output_dtype).flags[0].replace("ROW", "OUT"),)
         shared = ("-DSHARED",) if space.space.is_shared else ()
-        self._apart = apart
-        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DAPART",) if apart else ()))
+        self._separate = separate
+        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DSEPARATE",) if separate else ()))
         self._draws, self._nearest = draws, no_draws(self._recipe)
         if draws is not None:
             self._update = (*self._update, "-DSTOCHASTIC")
@@ -138,8 +138,8 @@ class DeviceLookup:
         out: torch.Tensor,
         argmax: torch.Tensor | None,
     ) -> None:
-        """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD), or, of features apart, below
-        each other: (F·B, D). `weights`: float32 (N,), for sums · `argmax`: int32, as `out`, takes the winning
+        """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD), or, for separate features,
+        stacked: (F·B, D). `weights`: float32 (N,), for sums · `argmax`: int32, as `out`, takes the winning
         occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space.space.features) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
@@ -149,7 +149,7 @@ class DeviceLookup:
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
             _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
-            bags.batch if self._apart else 0, _address(weights), out, out.shape[1], _address(argmax),
+            bags.batch if self._separate else 0, _address(weights), out, out.shape[1], _address(argmax),
         )  # fmt: skip
 
     def read_current(
@@ -166,10 +166,10 @@ class DeviceLookup:
         distinct: bool = False,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, to `out` if it is
-        given; and where each lies among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are,
-        but for what `keep_replayed` does. `past`: see `DeviceHistory` · `steps`: int64 (T,) · `bag`: int32 (N,), of the
-        homes, `batch` of them a feature · `tables`: as of `update` · `distinct`: whether each row has one home."""
+        """The rows of `homes` at the current step of a dense optimizer, (N, D), in `out` if given; and the index of
+        each among them, int32 (N,), `DROPPED` for padding. The rows themselves change only as in `keep_replayed`.
+        `past`: see `DeviceHistory` · `steps`: int64 (T,) · `bag`: int32 (N,), of the homes, `batch` bags a feature ·
+        `tables`: see `update` · `distinct`: whether each row has one home."""
         if not distinct:
             self.keep_replayed(hot, overflow, homes, past, steps, bag=bag, batch=batch, tables=tables)
         n = homes.shape[0]
@@ -197,9 +197,9 @@ class DeviceLookup:
         batch: int,
         tables: torch.Tensor | None = None,
     ) -> None:
-        """Before rows of float32 are read: those that have to take steps one by one, as decay was part of the gradient,
-        stay at the last of these, so that no later read replays them again. Reading so changes no later result.
-        Rows of 16 bits stay as they are: they would be rounded once more. Arguments as of `read_current`."""
+        """Called before float32 rows are read: rows that have to replay steps one by one, as decay was part of the
+        gradient, do so in place, so that no later read replays these again; later results do not change. Rows of 16
+        bits stay unchanged, as they would be rounded once more. Arguments as for `read_current`."""
         if not self._keeps_replayed:
             return
         n = homes.shape[0]
@@ -268,9 +268,8 @@ class DeviceLookup:
         )
 
     def find_segments(self, segments: Segments, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
-        """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a
-        feature.
-        Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
+        """Groups the occurrences by home, into `segments`. `bag`: int32 (N,), of each, with `batch` bags a feature.
+        Allocates nothing that outlasts it, so it may run on another stream than that of the memory."""
         segments.counted.zero_()
         notes = segments.counted.data_ptr() + 4 * WORK_WORDS
         sort_homes(homes, bag, notes, segments.items, segments.homes, segments.order, segments.sorted_bag)
@@ -298,7 +297,7 @@ class DeviceLookup:
         return found
 
     def _list(self, segments: Segments, batch: int) -> None:
-        """Lists the work on occurrences, those of a row side by side."""
+        """Lists the work on occurrences that are sorted by row."""
         n = segments.homes.shape[0]
         find = kernel(self._recipe, "segments_find", *self._update)
         find(
@@ -323,11 +322,11 @@ class DeviceLookup:
         grads: torch.Tensor | None = None,
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
-        `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
-        (F,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it was given, of a dense optimizer ·
-        `tables`: of features apart that were looked up as one, whose `grad` is (F·B, D): which table each is, int32
-        (F,) · `grads`: of those, where the part of each lies, int64 (F,), if they do not follow one another; `grad` is
-        the first of them, (B, D), all are contiguous and lie as it does, and none has maxima."""
+        `scale`: float32 (N,), a factor for each occurrence's share · `argmax`: int32 (B, ΣD) · `rate`, float32 (F,),
+        and `numbers`, float32: from `begin` · `past`, `steps`: of a dense optimizer, as in `begin` · `tables`: for
+        separate features that were looked up as one, with a `grad` of (F·B, D): the table of each, int32 (F,) ·
+        `grads`: for such features, the address of each gradient, int64 (F,), if they are not adjacent; `grad` is the
+        first of them, (B, D), all are contiguous like it, and none has maxima."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
@@ -356,11 +355,13 @@ class DeviceLookup:
     def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Where they begin, int64 (K,) on their device, by launches alone."""
         found = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
-        told = kernel(self._recipe, "addresses_set", *self._update)
+        set_addresses = kernel(self._recipe, "addresses_set", *self._update)
         given = struct_type(self._recipe, "Addresses")
-        for start in range(0, len(tensors), MOST_TOLD):
-            some = [each.data_ptr() for each in tensors[start : start + MOST_TOLD]]
-            told(1, MOST_TOLD, found[start:], len(some), given(at=[*some, *[0] * (MOST_TOLD - len(some))]))
+        for start in range(0, len(tensors), MOST_ADDRESSES):
+            some = [each.data_ptr() for each in tensors[start : start + MOST_ADDRESSES]]
+            set_addresses(
+                1, MOST_ADDRESSES, found[start:], len(some), given(at=[*some, *[0] * (MOST_ADDRESSES - len(some))])
+            )
         return found
 
     def begin(
@@ -373,15 +374,15 @@ class DeviceLookup:
         past: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers, which
-        have a row a table where these take steps of their own: those of `tables`, int32 (K,).
+        """Starts an update: increments `steps` (int64 (T,)); returns the features' rates and the other numbers, with a
+        row for each table with separate steps: those of `tables`, int32 (K,).
 
         `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls.
-        After a mark, or where `scaling` says so, no `work` is left and no step counted. `past`: of a dense optimizer,
-        see `DeviceHistory`.
+        After a fault, or if `scaling` says so, `work` is set to none and no step is counted. `past`: of a dense
+        optimizer, see `DeviceHistory`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
-        rows = steps.shape[0] if self._apart else 1
+        rows = steps.shape[0] if self._separate else 1
         numbers = torch.empty(rows * MOST_NUMBERS, dtype=torch.float32, device=steps.device)
         begin = kernel(self._recipe, "step_begin", *self._update)
         n_faults, n_tables = faults.shape[0] // words_of("Fault"), (steps if tables is None else tables).shape[0]
@@ -400,7 +401,7 @@ class DeviceLookup:
         past: torch.Tensor,
         tables: torch.Tensor | None = None,
     ) -> None:
-        """Ends an update of a dense optimizer: keeps what the step took. Arguments as those of `begin`."""
+        """Ends an update of a dense optimizer: adds the step to the history. Arguments as in `begin`."""
         blocks = 1 if tables is None else tables.shape[0]
         end = kernel(self._recipe, "step_end", *self._update)
         end(blocks, THREADS, options, steps, _address(tables), rate, numbers, past)
@@ -417,11 +418,11 @@ class DeviceLookup:
         only: int = -1,
         tables: torch.Tensor | None = None,
     ) -> None:
-        """Brings every row of `segments` to the `steps` (int64 (T,)) that were taken and marks those that it changes
-        dirty; none after a fault. For dense optimizers: `past` is their history's. `only`: of features apart those of
-        one alone, where it is not negative; `tables` as of `update`."""
-        bring = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
-        bring(
+        """For dense optimizers: brings every row of `segments` to the current `steps` (int64 (T,)) and marks changed
+        rows dirty; none after a fault. `past`: of their history · `only`: if not negative, of separate features the one
+        whose rows catch up · `tables`: see `update`."""
+        launch = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
+        launch(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,
             segments.items, segments.longs, fault, only, _address(tables), past, steps, hot.weight, hot.state,
             overflow.weight, overflow.state, _address(overflow.records), hot.dirty, self._drawn(hot, overflow),

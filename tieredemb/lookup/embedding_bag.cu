@@ -21,8 +21,8 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
     for (int k = 0; k < VECTOR; k++) acc[k] = __fmaf_rn(weight, to_float(row.v[k]), acc[k]);
 }
 
-// out (B, total): columns column[f] … of row b take bag f · B + b; or of row f · below + b, where the features' rows lie
-// below each other. Moves D · itemsize bytes an occurrence and a bag.
+// out (B, total): columns column[f] … of row b are for bag f · B + b; or of row f · below + b, if the features' rows
+// are below each other. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
     i64 bags, const int *mode, const i64 *column, i64 below, const float *sample_weights, out_t *out, i64 total,
@@ -108,19 +108,19 @@ extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weigh
     }
 }
 
-// The same, of which each rank gets as many, `to` its memory.
+// The same, divided evenly among the ranks; `to`: the memory of each.
 extern "C" __global__ void __launch_bounds__(256) rows_spread(const row_t *weight, const row_t *away,
                                                               const Record *records, const int *homes, i64 n,
                                                               Spread to) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
-        const Going<row_t> its = going<row_t>(to, i, WIDTH);
-        const int home = homes[its.row];
+        const Target<row_t> target = target_of<row_t>(to, i, WIDTH);
+        const int home = homes[target.row];
         for (int unit = lane; unit < UNITS; unit += LANES) {
             row_vector row = {};
             if (home != DROPPED) row = load_home(weight, away, records, home, unit);
-            store_row(its.to, 0, unit, row);
+            store_row(target.to, 0, unit, row);
         }
     }
     publish_rows();

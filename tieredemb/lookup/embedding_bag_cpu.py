@@ -34,7 +34,7 @@ def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Arra
     """Writes the pooled rows of `bags` to columns `space.column` of `out`, (B, ΣD) in its own dtype's carrier.
 
     `weight`: carrier (C, D), the hot rows · `homes`: int32 (N,) · `weights`: float32 (N,), for sums, or `NO_WEIGHTS` ·
-    `argmax`: int32 (B, ΣD), comes as −1 and takes the winning occurrence of each maximum, or `NO_ARGMAX`.
+    `argmax`: int32 (B, ΣD), filled with −1, receives the winning occurrence of each maximum, or `NO_ARGMAX`.
     """
     args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _samples(bags, space.width), *args)
@@ -60,8 +60,9 @@ def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, g
 
 @over_ranges
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
-    """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a feature a
-    page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
+    """All bags of samples lo … hi − 1, sample by sample: the outputs of a sample are adjacent, those of a feature a
+    page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` is −1
+    before."""
     sums = np.empty(row_width(weight), np.float32)
     acc = borrowed(sums)
     step = weight.shape[1]
@@ -74,8 +75,8 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
         for b in range(max(ahead - block, lo), min(ahead, hi)):
             for feature in range(mode.shape[0]):
                 bag, to = feature * batch + b, b * out.shape[1] + column[feature]
-                its = item(offsets, bag), item(offsets, bag + 1)
-                bag_pool(out, to, weight, homes, step, its[0], its[1], weights, mode[feature], acc, argmax)
+                edges = item(offsets, bag), item(offsets, bag + 1)
+                bag_pool(out, to, weight, homes, step, edges[0], edges[1], weights, mode[feature], acc, argmax)
     keep(sums)
 
 

@@ -1,4 +1,4 @@
-// Sums of float64 numbers that depend on no order: the twin of exact_sum_cpu.py. See exact_sum.py.
+// Sums of float64 numbers that do not depend on the order: the twin of exact_sum_cpu.py. See exact_sum.py.
 #include "common.cuh"
 
 constexpr i64 LOW = 0xFFFFFFFFll;
@@ -7,7 +7,7 @@ __device__ __forceinline__ void digit_add(i64 *digit, i64 value) {
     if (value) atomicAdd(reinterpret_cast<u64 *>(digit), (u64)value);
 }
 
-// Adds one number, above 0 or none, to a sum in shared or global memory.
+// Adds one number, 0 or above, to a sum in shared or global memory.
 __device__ __forceinline__ void value_add(i64 *digits, double value) {
     const i64 bits = __double_as_longlong(value);
     i64 exponent = bits >> 52;
@@ -24,8 +24,8 @@ __device__ __forceinline__ void value_add(i64 *digits, double value) {
     digit_add(digits + first + 2, high >> 32);
 }
 
-// Adds `values` (n,), none negative, to the sums that `of` names. Neighbours mostly belong to one sum, and are near each
-// other: so a block adds those of the sum of its first number in shared memory, and all of memory sees one of its digits
+// Adds `values` (n,), none negative, to the sums that `of` names. Neighbours mostly belong to one sum, and are of
+// similar size: so a block adds those of its first number's sum in shared memory, and adds each digit to global memory
 // once. Moves 16 bytes a number.
 extern "C" __global__ void values_add(const double *values, const i64 *of, i64 n, i64 *sums) {
     wait_for_prior_kernel();
@@ -37,7 +37,7 @@ extern "C" __global__ void values_add(const double *values, const i64 *of, i64 n
         if (i < n && values[i] != 0.0) value_add(of[i] == sum ? own : sums + of[i] * EXACT_WORDS, values[i]);
         __syncthreads();
         for (int k = threadIdx.x; k < EXACT_WORDS; k += blockDim.x) digit_add(sums + sum * EXACT_WORDS + k, own[k]);
-        __syncthreads();  // or the next numbers would overwrite what is read here
+        __syncthreads();  // else the next numbers would overwrite what is read here
     }
 }
 

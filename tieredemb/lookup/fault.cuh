@@ -1,4 +1,4 @@
-// What is wrong with a batch or its step, as kernels mark it, and as the host is told.
+// Faults of a batch or its step, as kernels mark them and report them to the host.
 #pragma once
 
 struct Fault {

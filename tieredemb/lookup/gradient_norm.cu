@@ -1,5 +1,5 @@
-// Norms of the rows' gradients: what an update does with a row's summed gradient is to keep Σ |g|^p of it, a float64 in
-// two words of state, or max |g| for an infinite p. Moves 4 D bytes an occurrence and 8 a row.
+// Norms of the rows' gradients: an "update" that, of a row's summed gradient, stores Σ |g|^p, a float64 in two words of
+// state, or max |g| for an infinite p. Moves 4 D bytes an occurrence and 8 a row.
 #include "recipe.cuh"
 
 struct Recipe : ElementWise {

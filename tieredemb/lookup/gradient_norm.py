@@ -25,8 +25,7 @@ _NOWHERE = SimpleNamespace(weight=0, state=0, records=None, names=None, flags=()
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorm:
-    """What the kernels of an update are compiled with to sum norms: no optimizer, and none that anybody is offered.
-    `norm_type`: p."""
+    """A recipe by which the kernels of an update sum norms; it is no optimizer for users. `norm_type`: p."""
 
     norm_type: float = 2.0
 

@@ -1,12 +1,12 @@
-"""The histories of one cold storage, and how files, checkpoints and state dicts hold them: as fields of fixed sizes,
-whose number the first of them give.
+"""The histories of one cold storage, and their form in files, checkpoints and state dicts: fields of fixed sizes, whose
+number is given by the first of them.
 
     head: magic, version, N, base, steps, first[0], first[1], zeros up to 64 bytes | windows, float64
     | of each step from `base` to `steps`, array by array: logs float64, sums, rates, numbers float32,
     ends, coupled int32
 
-One history follows another where tables take steps by themselves. All numbers are little-endian. What is read is
-compared with what it has to be before memory is allocated for it.
+If tables take separate steps, their histories follow one another. All numbers are little-endian. Sizes that are read
+are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MOST_STEPS = 2**32 - 1  # a row notes the step that it stands at in 32 bits
 _MAGIC = b"TESTEPS\0"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIqqqq16x")
-_ARCHIVE_BYTES = 1 << 13  # of an archive of 0.1.0 beside its arrays
-_BY_STEP = ("logs", "sums", "rates", "numbers", "ends", "coupled")  # those of 8 bytes first: all are aligned
+_ARCHIVE_BYTES = 1 << 13  # of an archive of 0.1.0 in addition to its arrays
+_BY_STEP = ("logs", "sums", "rates", "numbers", "ends", "coupled")  # fields of 8 bytes first, so that all are aligned
 
 
 class Stored(Protocol):
-    """Bytes that lie somewhere."""
+    """Bytes in a file or in memory."""
 
     @property
     def size_bytes(self) -> int:
@@ -73,8 +73,8 @@ class _Head(NamedTuple):
 
 
 class Histories:
-    """What belongs to one cold storage: one history that all of its tables share, as they take steps together, or one
-    for each. `of`: them."""
+    """The histories of one cold storage: one for all of its tables, if they take the same steps, or one for each.
+    `of`: the histories."""
 
     def __init__(self, of: Sequence[History]) -> None:
         self.of = tuple(of)
@@ -97,11 +97,11 @@ class Histories:
 
     def share(self) -> None:
         """Those that have taken the same steps share their arrays from here on."""
-        apart: list[History] = []
+        distinct: list[History] = []
         for each in self.of:
-            alike = next((other for other in apart if each.is_as(other)), None)
+            alike = next((other for other in distinct if each.is_as(other)), None)
             if alike is None:
-                apart.append(each)
+                distinct.append(each)
             elif each.rates is not alike.rates:
                 each.share(alike)
 
@@ -120,8 +120,8 @@ class Histories:
         return b"".join(parts)
 
     def parsed(self, stored: Stored, steps: Sequence[int] | None = None) -> Histories:
-        """As many of this optimizer, of which `to_bytes` made `stored`, or 0.1.0 an archive. `steps`: how many steps
-        each table has taken, where that is known. Raises `ValueError` for what is none."""
+        """Histories of this optimizer, equally many, read from `stored`, which `to_bytes` wrote, or an archive of
+        0.1.0. `steps`: how many steps each table has taken, if known. Raises `ValueError` if it is invalid."""
         is_old = is_archive(stored.read(0, 4))
         found = _from_archive(self, stored, steps) if is_old else _from_fields(self, stored)
         counted = [each.steps for each in found.of]
@@ -130,7 +130,7 @@ class Histories:
         return found
 
     def take(self, other: Histories) -> None:
-        """Takes over all that those of the same optimizer and tables know."""
+        """Takes over the content of histories of the same optimizer and tables."""
         for each, theirs in zip(self.of, other.of, strict=True):
             each.take(theirs)
         self.share()

@@ -2,40 +2,40 @@
 #pragma once
 #include "common.cuh"
 
-// By the row's last step less `base`, with `room` for so many; `windows`: after even steps, and after odd ones · `marks`:
-// the first step whose sum grows, after even steps and after odd ones; whether the step that was begun is taken; how many
-// steps rows were made to take one by one; how many were refused for want of room.
+// Arrays of `capacity` steps, indexed by the row's last step minus `base`; `windows`: after even steps, and after odd
+// ones · `words`: the first step whose sum grows, after even steps and after odd ones; whether the step that was begun
+// is taken; how many steps rows had to replay one by one; how many were refused for lack of capacity.
 struct Past {
-    i64 base, room;
+    i64 base, capacity;
     float *rates, *numbers, *sums;
     int *ends;
     double *logs;
     int *coupled;
     double *windows;
-    i64 *marks;
+    i64 *words;
 };
 
 struct Terms {
     double weight, point, first, root_second, decay, coupled, eps;
 };
 
-// What brings a row from step `start` to step `stop`, both less the base.
+// The terms that bring a row from step `start` to step `stop`, both minus the base.
 struct MissedSteps {
-    int start, replayed;  // the steps after `start` until `replayed` are taken one by one
+    int start, replayed;  // the steps after `start` until `replayed` are replayed one by one
     const float *sums;    // or, where not null, all of them from this expansion
-    float first, second;  // what falls meanwhile beside it: from the last replayed step on, if any
-    float decay, later;   // of the weights: as long as the sum grows, and from then on
-    bool is_decay_alone;  // `later` is all that happens
-    int end, stop;        // the step after which the sum grows no more, or the last one, and the last one
-    float counted;        // what `second` is at `end`
+    float first, second;  // factors of the moments: from the last replayed step on, if any
+    float decay, rest_decay;  // of the weights: as long as the sum grows, and from then on
+    bool is_decay_alone;  // `rest_decay` is all that happens
+    int end, stop;        // the last step in which the sum grows, at most `stop`; and the last step
+    float counted;        // the value of `second` at `end`
 };
 
 __device__ __forceinline__ float factor_between(const Past &past, int which, int start, int stop) {
     return (float)exp(past.logs[(i64)stop * LOGS + which] - past.logs[(i64)start * LOGS + which]);
 }
 
-// The last step until `stop` that a row which stands at `start` has to take one by one, as its decay is part of the
-// gradient; `start` where there is none. All less the base.
+// The last step until `stop` that a row at step `start` must replay one by one, as its decay is part of the gradient;
+// `start` if there is none. All minus the base.
 __device__ __forceinline__ int replayed_until(const Past &past, int start, int stop) {
     if (past.coupled[stop] == past.coupled[start]) return start;
     while (past.coupled[stop - 1] == past.coupled[stop]) stop--;
@@ -74,8 +74,8 @@ __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start,
             factor_between(past, SECOND_LOG, start, end)};
 }
 
-// The same of a row whose state is zeros, which such steps leave as it is: its weights decay, and no more, unless their
-// decay is part of the gradient.
+// The same for a row whose state is zeros, which such steps do not change: only its weights decay, unless their decay
+// is part of the gradient.
 __device__ __forceinline__ MissedSteps missed_steps_of_still_row(const Past &past, int start, int stop) {
     if (past.coupled[stop] != past.coupled[start]) return missed_steps(past, start, stop);
     return {start, start, nullptr, 1.0f, 1.0f, 1.0f, factor_between(past, DECAY_LOG, start, stop), true, stop, stop, 1.0f};
@@ -117,13 +117,13 @@ __device__ __forceinline__ void sums_write(const double *entry, float *sums) {
     sums[SUM_IS_SERIES] = error < SERIES_ERROR ? 1.0f : 0.0f;
 }
 
-// Keeps step `at`, less the base. All threads of one block.
+// Stores step `at`, minus the base. All threads of one block.
 __device__ __forceinline__ void step_append(const Past &past, int at, const Terms &terms) {
     const bool is_coupled = terms.coupled != 0.0 || !(terms.decay > 0.0);
     const bool is_still = terms.weight == 0.0 && terms.first == 1.0;
     const double *before = past.windows + (i64)((at - 1) % 2) * WINDOW * ENTRY;
     double *after = past.windows + (i64)(at % 2) * WINDOW * ENTRY;
-    int first = (int)past.marks[MARK_FIRST + (at - 1) % 2];
+    int first = (int)past.words[HISTORY_FIRST + (at - 1) % 2];
     if (threadIdx.x == 0) {
         double *log_now = past.logs + (i64)at * LOGS;
         const double *log_then = log_now - LOGS;
@@ -173,6 +173,6 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
             else
                 break;
         }
-        past.marks[MARK_FIRST + at % 2] = first;
+        past.words[HISTORY_FIRST + at % 2] = first;
     }
 }

@@ -1,8 +1,8 @@
-"""What an optimizer that moves every row keeps of its steps, so that a row takes those it missed when it is next used.
+"""The history of steps of a dense optimizer, which changes every row: a row takes missed steps when it is next used.
 
-A row carries the step that it was last brought to (`last`, its state's last word). A step in which it has no gradient
-changes it by its own numbers and by those of the step alone, so that it can be made good later: replayed, as the very
-update with a gradient of zero, from what each step records; or, where that has a closed form, all at once.
+A row has the step that it last caught up to (`last`, its state's last word). A step in which it has no gradient depends
+only on the row and on the step's numbers, so it can be taken later: replayed, as an update with a gradient of zero,
+from what each step records; or all missed steps at once, if there is a closed form.
 
 The closed form is that of a first moment m which falls by a factor a step, and of a second moment v likewise. From step
 s to t the weight moves by
@@ -11,27 +11,26 @@ s to t the weight moves by
 
 with the products over the steps after s (and, of decays in the sum, after j): scalars of (s, t), the same for all rows.
 A sum over 1/(√v · c_j + eps) is that of its Taylor series about the weighted mean of the c_j, whose central moments are
-such scalars, too. They are brought forward once a step for each s whose sum still grows: its terms fall by β1/√β2 a
-step, and end where they no longer count. The series is used where its first term left out is below 1e-7, else the steps
+such scalars, too. They are updated once a step for each s whose sum still grows: its terms fall by β1/√β2 a step,
+until they are negligible. The series is used where its first term left out is below 1e-7, else the steps
 are replayed, as far as the terms count: in the first few hundred steps of a table, where the corrections of the bias of
-the moments change quickly, and for betas whose terms differ much. Where moves have no v in them (a point of 0) the sum
-is that of weights and products alone, and v falls beside it.
+the moments change quickly, and for betas whose terms differ much. If moves do not depend on v (a point of 0), the sum
+consists of weights and products alone, and v falls separately.
 
-A row whose state is zeros, as before its first gradient, moves by nothing but decays: their product is all it takes.
+A row whose state is zeros, as before its first gradient, changes only by decays: their product suffices.
 
-A step whose gradients were multiplied by NaN leaves NaN as the numbers by which others replay it, as torch's zeros
-become NaN then.
+A step whose gradients were multiplied by NaN records NaN as its numbers, as torch's zero gradients become NaN then.
 
-Steps whose decay is part of the gradient have no closed form: a row takes them one by one first, up to the last of
-them (`replayed_until`), and what follows in closed form. Taken one by one they round the same in parts, so float32
-rows that are read stay at that last step: in their slots, and in cold storage, each by a kernel that writes a row as a
-whole, so that an interrupt leaves whole rows. What is in closed form is computed for the reader alone, because in two
-parts it rounds differently; so is all of it for rows of 16 bits. On a GPU a kernel does the same before rows are read
-(`rows_keep_replayed`), and of a row that is read several times the first one to change its step has it.
+Steps whose decay is part of the gradient have no closed form: a row first takes them one by one, up to the last of them
+(`replayed_until`), and then the rest in closed form. Taken one by one, steps round the same in several parts, so
+float32 rows that are read stay at that last step: in their slots, and in cold storage, by kernels that write a row as a
+whole, so that an interrupt leaves whole rows. The closed form is computed for the reader alone, because it rounds
+differently in two parts; for rows of 16 bits all steps are. On a GPU a kernel does the same before rows are read
+(`rows_keep_replayed`); if a row is read several times, the first reader to change its step writes it.
 
-What a step records takes about 100 bytes, for all rows. On a GPU a kernel after each update keeps it, so inside
-graphs, too. Files and checkpoints hold rows as they lie, and the history (`histories`); a state dict holds rows at the
-current step, in torch's form, and those that lag beside it.
+A step records about 100 bytes, for all rows. On a GPU a kernel does so after each update, also inside graphs. Files and
+checkpoints contain rows unchanged, and the history (`histories`); a state dict contains rows at the current step, in
+torch's form, and in addition the rows that lag.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ import numpy as np
 from tieredemb.config import Array, OptimizerConfig, StepTerms
 from tieredemb.kernels.constants import ENTRY, LOGS, SUM_IS_SERIES, SUMS, TERMS, WINDOW
 
-_FIRST_ROOM = 1024  # steps
+_FIRST_CAPACITY = 1024  # steps
 _ARRAYS = ("rates", "numbers", "sums", "ends", "logs", "coupled")  # by step
 _SHARED = (*_ARRAYS, "windows", "first", "steps", "base", "sharers")
 
 
 class CopiedRows(NamedTuple):
-    """Copies of rows, to be brought to the current step without a change to them: weight carrier (K, D), state uint32
-    (K, S), and marks uint8 (K,) that nobody reads."""
+    """Copies of rows, which catch up in place of the rows: weight carrier (K, D), state uint32 (K, S), and dirty marks
+    uint8 (K,), not used."""
 
     weight: Array
     state: Array
@@ -69,12 +68,12 @@ class DenseStep(NamedTuple):
 
 
 class History:
-    """The steps of one table, or of tables that take all of them together, from 1; `steps`: how many were taken ·
-    `base`: the earliest that a row may stand at · `count_of_numbers`: N below. Tables that have taken the same steps
-    one by one have a history each, whose arrays are the same: those of `sharers`.
+    """The steps of one table, or of tables that take all steps as one, from 1. `steps`: how many were taken · `base`:
+    the earliest that a row may be at · `count_of_numbers`: N below · `sharers`: histories with the same arrays, of
+    tables with separate but equal steps.
 
-    Arrays by step less `base`, with room for more than were taken: `rates`, float32 (·), and `numbers`, float32
-    (·, N), what rows that missed the step replay it by · `sums`, float32 (·, `SUMS`): total, mean point and moments of
+    Arrays by step less `base`, with a larger capacity: `rates`, float32 (·), and `numbers`, float32 (·, N), by which
+    rows that missed the step replay it · `sums`, float32 (·, `SUMS`): total, mean point and moments of
     the moves since a step, whether they may be used, and eps · `ends`, int32: the step after which the sum grows no
     more, 0 while it does, and −1 where it never ends · `logs`, float64 (·, `LOGS`): sums of logarithms of the factors ·
     `coupled`, int32: how many steps had no closed form.
@@ -94,24 +93,24 @@ class History:
         self.replayed = 0  # steps that rows were made to take one by one
         self.first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
         self.windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
-        self._make(_FIRST_ROOM)
+        self._make(_FIRST_CAPACITY)
         self.sharers = weakref.WeakSet([self])
 
     def share(self, other: History) -> None:
         """Has the arrays of another one, which has taken the same steps."""
         before = self.sharers
-        other.sharers.add(self)  # first: who is named there and has other arrays does no harm
+        other.sharers.add(self)  # first: a sharer with other arrays does no harm
         self.__dict__.update({name: other.__dict__[name] for name in _SHARED})
         if before is not self.sharers:
             before.discard(self)
 
     def _leave(self) -> None:
-        """Once it has arrays of its own."""
+        """Called once it has arrays of its own."""
         before, self.sharers = self.sharers, weakref.WeakSet([self])
         before.discard(self)
 
     def part(self) -> None:
-        """Has arrays of its own."""
+        """Copies the arrays, if they are shared."""
         if len(self.sharers) > 1:
             self.windows, self.first = self.windows.copy(), [*self.first]
             self._make(len(self.rates), self.arrays())
@@ -124,16 +123,16 @@ class History:
         self.__dict__.update(state)
         self.sharers = weakref.WeakSet([self])
 
-    def _make(self, room: int, old: Mapping[str, Array] | None = None) -> None:
-        """Makes the arrays anew, with room for so many entries; with those of `old` arrays first. All of them change as
-        one: kernels write to what an interrupt finds."""
+    def _make(self, capacity: int, old: Mapping[str, Array] | None = None) -> None:
+        """Makes new arrays with this capacity, beginning with the entries of `old` ones. All are replaced in one step,
+        as after an interrupt kernels write to them."""
         made: dict[str, Array] = {
-            "rates": np.zeros(room, np.float32),
-            "numbers": np.zeros((room, self.count_of_numbers), np.float32),
-            "sums": np.zeros((room, SUMS), np.float32),
-            "ends": np.zeros(room, np.int32),
-            "logs": np.zeros((room, LOGS)),
-            "coupled": np.zeros(room, np.int32),
+            "rates": np.zeros(capacity, np.float32),
+            "numbers": np.zeros((capacity, self.count_of_numbers), np.float32),
+            "sums": np.zeros((capacity, SUMS), np.float32),
+            "ends": np.zeros(capacity, np.int32),
+            "logs": np.zeros((capacity, LOGS)),
+            "coupled": np.zeros(capacity, np.int32),
         }
         made["sums"][:, SUM_IS_SERIES] = 1.0
         for name, array in (old or {}).items():
@@ -149,9 +148,9 @@ class History:
         *,
         others: Sequence[History] = (),
     ) -> None:
-        """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
-        and its terms. Of a step that it has it takes no notice. Of those who share its arrays `others` take the step,
-        too, and go on sharing them; the rest do not."""
+        """Records `step`, the next one: its rate, the `numbers` by which rows replay it, and its terms. A step that it
+        already has is ignored. `others`: sharers of its arrays that take the step, too, and continue to share; the
+        rest do not."""
         if step > self.steps:
             if len(self.sharers) > len(others) + 1:
                 self.part()
@@ -171,7 +170,7 @@ class History:
         self.steps = step
 
     def append_call(self, terms: StepTerms, at: int = 1) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel that appends a step, and what it is called with."""
+        """The kernel that appends a step, and its arguments."""
         from tieredemb.lookup.history_cpu import step_append
 
         before, after = (at - 1) % 2, at % 2
@@ -188,13 +187,13 @@ class History:
         self.steps = self.base = step
         self.first = [0, 0]
         self.windows = np.zeros((2, WINDOW, ENTRY))
-        self._make(_FIRST_ROOM)
+        self._make(_FIRST_CAPACITY)
         self._leave()
 
     def load(self, arrays: Mapping[str, Array], windows: Array, *, base: int, steps: int, first: Sequence[int]) -> None:
         """Takes over what `arrays()` and the attributes of another history were: `steps` − `base` + 1 entries."""
         taken = steps - base + 1
-        self._make(max(_FIRST_ROOM, 2 * taken))
+        self._make(max(_FIRST_CAPACITY, 2 * taken))
         self._leave()
         for name, array in arrays.items():
             getattr(self, name)[:taken] = array[:taken]
@@ -209,13 +208,13 @@ class History:
 
     @property
     def replayed_until(self) -> int:
-        """The last step that rows have to take one by one, as its decay is part of the gradient: a row of float32 that
-        was brought there goes on as one that was not. `base` without any."""
+        """The last step that rows have to take one by one, as its decay is part of the gradient: float32 rows that
+        catch up to it get the same later results. `base` if there is none."""
         taken = self.coupled[: self.steps - self.base + 1]
         return self.base + int(np.searchsorted(taken, taken[-1]))
 
     def past(self, until: int | None = None) -> tuple[Array | int, ...]:
-        """What a kernel is given of it. `until`: the step that rows are to be brought to, by default the last one."""
+        """The history as kernels take it. `until`: the step that rows catch up to, by default the last one."""
         stop = self.steps if until is None else until
         return stop, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
 

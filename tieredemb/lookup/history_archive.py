@@ -1,7 +1,7 @@
-"""Histories as tieredemb 0.1.0 wrote them: archives of numpy (`numpy.savez`), which are read here and written no more.
+"""Histories as tieredemb 0.1.0 wrote them: archives of numpy (`numpy.savez`), which are only read.
 
-Read by hand, as a damaged or crafted archive must cost no more memory than it has bytes: members are not compressed,
-and their headers are those that numpy writes for arrays of numbers.
+They are parsed here, as a damaged or crafted archive must not take more memory than its size: members are not
+compressed, and have the headers that numpy writes for arrays of numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_archive(start: bytes) -> bool:
 
 
 def parts_of(data: bytes, wanted: Mapping[str, Fits]) -> dict[str, Array]:
-    """The arrays of an archive, which has to hold those of the names `wanted` and no others. Raises `ValueError`."""
+    """The arrays of an archive, which must contain exactly the names `wanted`. Raises `ValueError`."""
     found: dict[str, Array] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -1,25 +1,25 @@
 // The occurrences of a batch sorted by home, those of a row in their order: a radix sort, the least digit first.
 //
-// `digits_count` counts the digits of all passes at once. A pass reads every key once: where a tile's keys go follows from
-// the counts of the tiles before it, each of which tells its own as soon as it has them, and then those up to itself. So a
-// tile looks back until it finds the latter. After Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix
-// Sort for GPUs" (2022), with wide digits: batches are small, and a pass takes as long as the steps that wait for each
-// other.
+// `digits_count` counts the digits of all passes at once. A pass reads every key once: the positions of a tile's keys
+// follow from the counts of the tiles before it. Each tile publishes its own count as soon as it has it, and then the
+// sum up to itself, so a tile looks back until it finds such a sum. After Adinets and Merrill, "Onesweep: A Faster
+// Least Significant Digit Radix Sort for GPUs" (2022), with wide digits: batches are small, and a pass takes as long as
+// the steps that wait for each other.
 #include "common.cuh"
 
 constexpr int WARPS = SORT_THREADS / 32;
 constexpr int DIGITS = 1 << SORT_BITS;
-constexpr int EACH = DIGITS / SORT_THREADS;  // digits a thread, beside the keys
-constexpr int LOOK = 4;  // tiles looked back at together: 8 and 12 took longer
-constexpr u32 OWN = 1u << 30, UPTO = 2u << 30, COUNT_BITS = OWN - 1;  // what a tile tells: its count, or all up to it
-static_assert(EACH == 8, "counts of a thread's digits are 16 bytes in shared memory, and 32 where tiles tell them");
+constexpr int EACH = DIGITS / SORT_THREADS;  // digits a thread, in addition to the keys
+constexpr int LOOK = 4;  // tiles looked back at in one step: 8 and 12 took longer
+constexpr u32 OWN = 1u << 30, UPTO = 2u << 30, COUNT_BITS = OWN - 1;  // a tile publishes its count, or the sum up to it
+static_assert(EACH == 8, "counts of a thread's digits are 16 bytes in shared memory, and 32 where tiles publish them");
 
 struct alignas(8) Pair {
     u32 key;
     int place;
 };
 
-// Homes in their order: DROPPED is the least.
+// Homes in ascending order; DROPPED is the least.
 __device__ __forceinline__ u32 key_of(int home) { return (u32)home ^ 0x80000000u; }
 __device__ __forceinline__ int digit_of(u32 key, int pass) { return key >> (pass * SORT_BITS) & (DIGITS - 1); }
 
@@ -39,32 +39,32 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_count(const in
         if (count[i]) atomicAdd(totals + i, count[i]);
 }
 
-__device__ __forceinline__ void tell(u32 *at, const u32 *count, u32 kind) {
+__device__ __forceinline__ void counts_publish(u32 *at, const u32 *count, u32 kind) {
 #pragma unroll
     for (int k = 0; k < EACH; k += 4)
         asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at + k), "r"(count[k] | kind),
                      "r"(count[k + 1] | kind), "r"(count[k + 2] | kind), "r"(count[k + 3] | kind)
                      : "memory");
 }
-__device__ __forceinline__ void read_told(const u32 *at, u32 *told) {
+__device__ __forceinline__ void counts_read(const u32 *at, u32 *counts) {
 #pragma unroll
     for (int k = 0; k < EACH; k += 4)
         asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(told[k]), "=r"(told[k + 1]), "=r"(told[k + 2]), "=r"(told[k + 3])
+                     : "=r"(counts[k]), "=r"(counts[k + 1]), "=r"(counts[k + 2]), "=r"(counts[k + 3])
                      : "l"(at + k)
                      : "memory");
 }
 
-// Of a thread's digits, how many keys the tiles before have: `told` is of their first one.
-__device__ __forceinline__ void look_back(const u32 *told, int tile, u32 *before) {
-    u32 open = (1u << EACH) - 1;  // digits whose count goes on
+// For each of a thread's digits, how many keys the tiles before have: `tile_counts` is of the first one.
+__device__ __forceinline__ void look_back(const u32 *tile_counts, int tile, u32 *before) {
+    u32 open = (1u << EACH) - 1;  // digits whose sum is not complete
 #pragma unroll
     for (int k = 0; k < EACH; k++) before[k] = 0;
     for (int next = tile - 1; next >= 0 && open;) {
         u32 words[LOOK][EACH];
 #pragma unroll
         for (int l = 0; l < LOOK; l++)
-            if (next >= l) read_told(told + (i64)(next - l) * DIGITS, words[l]);
+            if (next >= l) counts_read(tile_counts + (i64)(next - l) * DIGITS, words[l]);
         int passed = 0;
 #pragma unroll
         for (int l = 0; l < LOOK; l++) {
@@ -84,15 +84,15 @@ __device__ __forceinline__ void look_back(const u32 *told, int tile, u32 *before
     }
 }
 
-// One pass, over the digit number `pass`: from `homes` the first one, then from pairs to pairs, and the last one to the
-// sorted homes, and the occurrences and bags in their order. `totals`: as counted · `begun`: of each pass the tiles
-// that were begun, and `told`, (SORT_PASSES, tiles, DIGITS): zeros. A block a tile, in the order in which they begin, so
-// that none waits for one that does not run. Moves 16 bytes an occurrence.
+// One pass, over the digit number `pass`: the first reads `homes`, the others pairs; the last writes the sorted homes,
+// and the occurrences and bags in their order, the others pairs. `totals`: as counted · `begun`: for each pass the
+// number of tiles that were begun, and `tile_counts`, (SORT_PASSES, tiles, DIGITS): zeros. A block a tile, in the order
+// in which blocks begin, so that none waits for one that does not run. Moves 16 bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
-    int pass, const int *homes, const Pair *from, int n, const u32 *totals, int *begun, u32 *told, Pair *to,
+    int pass, const int *homes, const Pair *from, int n, const u32 *totals, int *begun, u32 *tile_counts, Pair *to,
     const int *bag, int *sorted_homes, int *order, int *sorted_bag) {
     wait_for_prior_kernel();
-    told += (i64)pass * gridDim.x * DIGITS;
+    tile_counts += (i64)pass * gridDim.x * DIGITS;
     __shared__ alignas(16) u16 counts[WARPS][DIGITS];
     __shared__ alignas(16) u32 first[DIGITS];
     __shared__ u32 of_warps[WARPS];
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
 #pragma unroll
     for (int i = 0; i < SORT_ITEMS; i++) {
         const i64 at = start + i * 32;
-        own[i] = Pair{~0u, 0};  // behind the last occurrence, and last among those of its digit
+        own[i] = Pair{~0u, 0};  // beyond the last occurrence, and last among those of its digit
         if (at < n) own[i] = pass == 0 ? Pair{key_of(homes[at]), (int)at} : from[at];
     }
 #pragma unroll
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
     }
     u32 count[EACH] = {pairs.x & 0xffff, pairs.x >> 16, pairs.y & 0xffff, pairs.y >> 16,
                        pairs.z & 0xffff, pairs.z >> 16, pairs.w & 0xffff, pairs.w >> 16};
-    tell(told + (i64)tile * DIGITS + digits, count, tile == 0 ? UPTO : OWN);
+    counts_publish(tile_counts + (i64)tile * DIGITS + digits, count, tile == 0 ? UPTO : OWN);
     u32 total[EACH], upto = 0;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
     upto = sum_of_lanes(upto);
     if (lane == 31) of_warps[warp] = upto;
     u32 before[EACH];
-    look_back(told + digits, tile, before);
+    look_back(tile_counts + digits, tile, before);
     __syncthreads();
     u32 begin = upto - its_own;
 #pragma unroll
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
         begin += total[k];
         count[k] += before[k];
     }
-    if (tile > 0) tell(told + (i64)tile * DIGITS + digits, count, UPTO);
+    if (tile > 0) counts_publish(tile_counts + (i64)tile * DIGITS + digits, count, UPTO);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < SORT_ITEMS; i++) {

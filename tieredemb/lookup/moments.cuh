@@ -8,7 +8,7 @@ __device__ __forceinline__ float means_catch_up(float w, State &state, const Mis
     const float m = state[0], v = state[1];
     state[0] = isfinite(m) ? __fmul_rn(m, missed.first) : nanf("");  // as the first of the steps has it
     state[1] = faded(v, missed.second);
-    if (missed.sums == nullptr) return missed.later != 1.0f ? faded(w, missed.later) : w;
+    if (missed.sums == nullptr) return missed.rest_decay != 1.0f ? faded(w, missed.rest_decay) : w;
     const float *of = missed.sums;
     const float x = __fsqrt_rn(v), share = __fdiv_rn(1.0f, __fmaf_rn(x, of[1], of[SUM_EPS]));
     const float q = isfinite(x) ? __fmul_rn(x, share) : 0.0f;  // nothing moves by an infinite mean of squares
@@ -20,5 +20,5 @@ __device__ __forceinline__ float means_catch_up(float w, State &state, const Mis
     series = __fmaf_rn(__fmul_rn(q, q), series, 1.0f);
     const float moves = __fmul_rn(__fmul_rn(of[0], series), share);
     w = __fmaf_rn(-moves, m, faded(w, missed.decay));
-    return faded(w, missed.later);
+    return faded(w, missed.rest_decay);
 }

@@ -1,11 +1,11 @@
 // Backward and optimizer in one pass over the segments of a batch (occurrences sorted by home, in order within each).
 //
 // `segments_find` lists the work: a short segment is one item, a long one an item for each chunk of CHUNK occurrences,
-// counted from the segment's start, so that sums depend on nothing but the row's own occurrences. Short ones stand at the
-// front of the list and chunks, which take longest and so are begun first, at its end. `segments_update`
-// sums an item and updates the row, or stores a chunk's sum; `long_segments_update` adds those in order.
+// counted from the segment's start, so that sums depend only on the row's own occurrences. Short ones are at the front
+// of the list and chunks, which take longest and so are begun first, at its end. `segments_update` sums an item and
+// updates the row, or stores a chunk's sum; `long_segments_update` adds those in order.
 //
-// The row update itself is the file's that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
+// The row update itself is in the file that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
 #pragma once
 #include "fault.cuh"
 #include "rounding.cuh"
@@ -13,21 +13,22 @@
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
 #endif
-#ifdef SHARED  // tables have several features, and so a row's bags several columns
+#ifdef SHARED  // tables have several features, so a row's bags are in several columns
 constexpr bool IS_SHARED = true;
 #else
 constexpr bool IS_SHARED = false;
 #endif
-#ifdef APART  // each feature is a table that takes steps of its own
-constexpr bool IS_APART = true;
+#ifdef SEPARATE  // each feature is a table that counts its own steps
+constexpr bool IS_SEPARATE = true;
 #else
-constexpr bool IS_APART = false;
+constexpr bool IS_SEPARATE = false;
 #endif
-// Which of the numbers, histories and steps is that of a feature's table.
-__device__ __forceinline__ int own_of(int feature) { return IS_APART ? feature : 0; }
-// Which table a feature is, of all that take steps of their own: one of `tables`, or where there are none its own number.
+// The index of a feature's table in the numbers, histories and steps.
+__device__ __forceinline__ int own_of(int feature) { return IS_SEPARATE ? feature : 0; }
+// The table of a feature, of all tables that count their own steps: one of `tables`, or, if that is null, the table
+// with the feature's own number.
 __device__ __forceinline__ int table_of(int feature, const int *tables) {
-    return IS_APART && tables ? tables[feature] : feature;
+    return IS_SEPARATE && tables ? tables[feature] : feature;
 }
 
 struct Work {
@@ -35,8 +36,8 @@ struct Work {
 };
 struct alignas(16) Item {
     int start, count;  // occurrences in the sorted order
-    int home;          // the row, or of a chunk where its sum goes
-    int feature;       // any of those of the row's table, which has one mode and one rate; of a chunk −1 − feature
+    int home;          // the row; for a chunk the index of its sum
+    int feature;       // any feature of the row's table, which has one mode and one rate; for a chunk −1 − feature
 };
 struct alignas(16) Long {
     int home, first, parts, feature;
@@ -49,14 +50,14 @@ extern "C" __global__ void scale_gather(const int *order, int n, const float *sc
 }
 
 struct Addresses {
-    i64 at[MOST_TOLD];
+    i64 at[MOST_ADDRESSES];
 };
 
-// Writes `count` addresses to `to`. They are arguments, which a graph keeps with its launches: a copy from the host would
-// read the host's memory again at each replay.
-extern "C" __global__ void addresses_set(i64 *to, int count, const __grid_constant__ Addresses told) {
+// Writes `count` addresses to `to`. They are arguments, which a graph stores with its launches: a copy from the host
+// would read the host's memory again at each replay.
+extern "C" __global__ void addresses_set(i64 *to, int count, const __grid_constant__ Addresses given) {
     wait_for_prior_kernel();
-    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = told.at[i];
+    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = given.at[i];
 }
 
 // End of the segment that starts at `start` and is longer than CHUNK, found by the whole warp 32 places at a time.
@@ -87,11 +88,11 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
         bool head = home != DROPPED && (p == 0 || homes[p - 1] != home);
         bool is_long = head && p + CHUNK < n && homes[p + CHUNK] == home;
         bool is_short = head && !is_long;
-        // the next head in the warp ends a short segment; the last one of the warp has to look on
+        // the next head in the warp ends a short segment; for the last one the search goes beyond the warp
         u32 heads = __ballot_sync(FULL_WARP, head || home == DROPPED);
-        u32 later = heads & ~((2u << lane_index()) - 1);
-        int count = later ? __ffs(later) - 1 - lane_index() : 32 - lane_index();
-        if (is_short && !later)
+        u32 later_heads = heads & ~((2u << lane_index()) - 1);
+        int count = later_heads ? __ffs(later_heads) - 1 - lane_index() : 32 - lane_index();
+        if (is_short && !later_heads)
             while (p + count < n && homes[p + count] == home) count++;
         int at = append(&work->items, is_short);
         if (is_short) items[at] = Item{p, count, home, its_bag / batch};
@@ -113,7 +114,7 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
     }
 }
 
-// Where rows live: in slots, or with -DUNCACHED away from them, where a state ends with the row's score.
+// Where rows are stored: in slots, or with -DUNCACHED away from them, where a state ends with the row's score.
 #ifdef UNCACHED
 constexpr bool MAY_BE_AWAY = true;
 #else
@@ -152,9 +153,9 @@ struct ElementState {
     __device__ __forceinline__ float &operator[](int n) const { return of->v[n][k]; }
 };
 
-// Reads the words of a lane's s-th unit. All lanes of the row call it. In a slot each lane reads its own words, which lie
-// side by side. Of a row away from the slots each such word would cross PCIe in a request of its own, so the lanes read
-// consecutive words there, and then exchange them.
+// Reads the words of a lane's s-th unit. All lanes of the row call it. In a slot each lane reads its own words, which
+// are contiguous. For a row away from the slots each such word would cross PCIe in a request of its own, so the lanes
+// read consecutive words there, and then exchange them.
 __device__ __forceinline__ UnitState state_read(const Place &place, int s, int lane) {
     UnitState state;
 #pragma unroll
@@ -172,8 +173,8 @@ __device__ __forceinline__ UnitState state_read(const Place &place, int s, int l
                 const int word = lane * VECTOR + k;
 #pragma unroll
                 for (int j = 0; j < VECTOR; j++) {
-                    const float its = __shfl_sync(group_mask(LANES), given[j], word % LANES, LANES);
-                    if (word / LANES == j) state.v[n][k] = its;
+                    const float word_value = __shfl_sync(group_mask(LANES), given[j], word % LANES, LANES);
+                    if (word / LANES == j) state.v[n][k] = word_value;
                 }
             }
         } else if (s * LANES + lane < UNITS) {
@@ -196,8 +197,8 @@ __device__ __forceinline__ void state_write(const Place &place, int s, int lane,
                 float own = 0.0f;
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) {
-                    const float its = __shfl_sync(group_mask(LANES), state.v[n][k], word / VECTOR, LANES);
-                    if (word % VECTOR == k) own = its;
+                    const float word_value = __shfl_sync(group_mask(LANES), state.v[n][k], word / VECTOR, LANES);
+                    if (word % VECTOR == k) own = word_value;
                 }
                 if (s * LANES * VECTOR + word < WIDTH) to[word] = own;
             }
@@ -208,7 +209,7 @@ __device__ __forceinline__ void state_write(const Place &place, int s, int lane,
     }
 }
 
-// What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
+// What an update reads of a row besides its gradient; prefetched, as it does not depend on that.
 struct Row {
     row_vector weight[STEPS];
     Recipe::Whole whole;
@@ -247,7 +248,7 @@ __device__ __forceinline__ u32 *clock_of(const Place &place) {
     return reinterpret_cast<u32 *>(place.state + STATE - 1);
 }
 
-// Whether a row's state is zeros, but for its clock; all lanes of the row.
+// Whether a row's state is zeros, except for its clock; all lanes of the row.
 __device__ __forceinline__ bool is_still(const Place &place, int lane) {
     bool is_moving = false;
 #pragma unroll
@@ -261,7 +262,7 @@ __device__ __forceinline__ bool is_still(const Place &place, int lane) {
     return !__any_sync(group_mask(LANES), is_moving);
 }
 
-// What brings a row from step `last` to step `now`; all lanes of the row.
+// The terms that bring a row from step `last` to step `now`; all lanes of the row.
 __device__ __forceinline__ MissedSteps missed_by(const Place &place, int lane, const Past &past, i64 last, i64 now) {
     const int start = (int)(last - past.base), stop = (int)(now - past.base);
     if constexpr (!Recipe::KEEPS_ZEROS) return missed_steps(past, start, stop);
@@ -271,7 +272,7 @@ __device__ __forceinline__ MissedSteps missed_by(const Place &place, int lane, c
 template <class State>
 __device__ __forceinline__ float element_catch_up(float w, State &state, const MissedSteps &missed, const Past &past) {
     if (!missed.is_decay_alone) return Recipe::catch_up(w, state, missed, past);
-    return missed.later != 1.0f ? Recipe::decayed(w, missed.later) : w;
+    return missed.rest_decay != 1.0f ? Recipe::decayed(w, missed.rest_decay) : w;
 }
 
 // The weights of a row's units that a lane has, as floats.
@@ -283,7 +284,7 @@ __device__ __forceinline__ void row_floats(const Row &row, int lane, float (*val
             if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
 }
 
-// Has a row, whose weights are `value`, take steps that it missed; all lanes of the row.
+// Applies the steps that a row missed to its weights `value`; all lanes of the row.
 __device__ __forceinline__ void row_take(const Place &place, float (*value)[VECTOR], int lane, const Past &past,
                                          const MissedSteps &missed) {
 #pragma unroll
@@ -299,13 +300,13 @@ __device__ __forceinline__ void row_take(const Place &place, float (*value)[VECT
         state_write(place, s, lane, state);
     }
     if (lane == 0 && missed.replayed > missed.start)
-        atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
+        atomicAdd(reinterpret_cast<u64 *>(past.words + HISTORY_REPLAYED), (u64)(missed.replayed - missed.start));
 }
 
-// Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind. What
-// it has to take one by one comes first: see row_miss in optimizer_cpu.py.
-__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted,
-                                          const Drawn &drawn) {
+// Brings a row to step `now`, and stores `noted` as its step; all lanes of the row. Returns whether it was behind.
+// Steps that it must replay one by one come first: see row_miss in optimizer_cpu.py.
+__device__ __forceinline__ bool row_make_current(const Place &place, Row &row, int lane, const Past &past, i64 now,
+                                                 i64 noted, const Drawn &drawn) {
     const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
     __syncwarp(group_mask(LANES));
     if (lane == 0) *clock_of(place) = (u32)noted;
@@ -325,22 +326,22 @@ __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane
     return true;
 }
 
-// Brings the row at `home` to the steps that were taken.
+// Brings the row at `home` to the steps taken.
 __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lane, const Past &past, i64 now,
                                              unsigned char *dirty, const Drawn &drawn) {
     const Place place = place_of(rows, home);
     if (*clock_of(place) >= now) return;
     Row row = row_read(place, lane);
-    row_bring(place, row, lane, past, now, now, drawn);
+    row_make_current(place, row, lane, past, now, now, drawn);
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         if (s * LANES + lane < UNITS) store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
     if (lane == 0 && home >= 0) dirty[home] = 1;
 }
 
-// Brings every row of a batch to the steps that were taken, once each. A refused batch (a fault) changes none. Where
-// features are tables that take steps of their own, those of `tables` (`table_of`): the rows of feature `only`, or of
-// all where that is negative.
+// Brings every row of a batch to the steps taken, once each. A refused batch (a fault) changes none. If features are
+// tables that count their own steps, those of `tables` (`table_of`): the rows of feature `only`, or of all if that is
+// negative.
 extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     const Work *work, const Item *items, const Long *longs, const Fault *fault, int only, const int *tables,
     const Past *past, const i64 *steps, row_t *weight, float *state, row_t *away_weight, float *away_state,
@@ -353,13 +354,13 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     for (i64 w = thread_index() / LANES; w < work->items + work->longs; w += groups) {
         const int home = w < work->items ? items[w].home : longs[w - work->items].home;
         const int feature = w < work->items ? items[w].feature : longs[w - work->items].feature;
-        if (IS_APART && only >= 0 && feature != only) continue;
+        if (IS_SEPARATE && only >= 0 && feature != only) continue;
         const int own = own_of(table_of(feature, tables));
         row_catch_up(rows, home, lane, past[own], steps[own], dirty, drawn_of(draws, home, feature));
     }
 }
 
-// Takes a row from step `last` to step `until`, and stores it. These are steps that a row takes one by one.
+// Replays the steps of a row from `last` to `until` one by one, and stores it.
 __device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane, const Past &past, i64 last, i64 until) {
     float value[STEPS][VECTOR];
     row_floats(row, lane, value);
@@ -372,8 +373,8 @@ __device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane,
         }
 }
 
-// Brings rows of float32 (`homes`, int32 (n,)) to the last step that they have to take one by one, before they are read:
-// no later read takes these steps again. Later updates give the bits that they would give without this. Arguments as
+// Brings rows of float32 (`homes`, int32 (n,)) to the last step that they must replay one by one, before they are read:
+// no later read replays these steps again. Later updates give the bits that they would give without this. Arguments as
 // those of `rows_read_current`.
 extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
@@ -384,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const int home = homes[i];
         if (home == DROPPED) continue;
-        const int table = own_of(table_of(IS_APART ? bag[i] / batch : 0, tables));
+        const int table = own_of(table_of(IS_SEPARATE ? bag[i] / batch : 0, tables));
         const Past so_far = past[table];
         const Place place = place_of(rows, home);
         u32 stands = 0;
@@ -395,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
         const int start = (int)(last - so_far.base), stop = (int)(steps[table] - so_far.base);
         const i64 until = so_far.base + replayed_until(so_far, start, stop);
         if (until <= last) continue;
-        u32 found = 0;  // several homes may name one row: the group of lanes that sets its clock brings it
+        u32 found = 0;  // several homes may name one row: the group of lanes that sets its clock updates it
         if (lane == 0) found = atomicCAS(clock_of(place), stands, (u32)until);
         if (__shfl_sync(group_mask(LANES), found, 0, LANES) != stands) continue;
         Row row = row_read(place, lane);
@@ -404,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
     }
 }
 
-// Writes the weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken to `out` (n, D). The
-// rows themselves stay as they are. With `keeps`, where all homes are of different rows, it also does what
-// `rows_keep_replayed` does. Dropped rows are not written. `own`: int32 (n,), where each row lies in `out`, or DROPPED ·
-// `bag`: the bag of each home, `batch` of them a feature · `tables`: see `table_of`.
+// Writes the weights of the rows of `homes` (int32 (n,)) after the steps taken to `out` (n, D). The rows themselves do
+// not change. With `keeps`, if all homes are of different rows, it also does what `rows_keep_replayed` does. Dropped
+// rows are not written. `own`: int32 (n,), the position of each row in `out`, or DROPPED · `bag`: the bag of each home,
+// `batch` of them a feature · `tables`: see `table_of`.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
     row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
@@ -419,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const int home = homes[i];
         if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
         if (home == DROPPED) continue;
-        const int feature = IS_APART || IS_STOCHASTIC ? bag[i] / batch : 0;
+        const int feature = IS_SEPARATE || IS_STOCHASTIC ? bag[i] / batch : 0;
         const int table = own_of(table_of(feature, tables));
         const Past so_far = past[table];
         const i64 now = steps[table];
@@ -468,10 +469,10 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 }
 
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
-// gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself. `batch`: bags a feature; 0
-// where the gradient has a row for each bag · `grads`: where the gradient of each feature lies, of `samples` rows, if they
-// are not one behind the other in `grad`; such have no maxima · `tables`: of the features, where each is a table that
-// takes steps of its own; null for theirs in order.
+// gradient of a maximum counts if its winner (`argmax`) is the occurrence (`order`) itself. `batch`: bags a feature; 0
+// if the gradient has a row for each bag · `grads`: the address of each feature's gradient, of `samples` rows, if they
+// are not contiguous in `grad`; such have no maxima · `tables`: of the features, if each is a table that counts its own
+// steps; null for tables in the order of the features.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
     const i64 *grads, int samples, i64 total, const float *sorted_scale, const int *order, const int *argmax,
@@ -492,15 +493,16 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         const bool whole = item.feature >= 0;
         const int feature = whole ? item.feature : -1 - item.feature;
         const int own = table_of(feature, tables);
-        if constexpr (IS_APART) constants = numbers[own];
+        if constexpr (IS_SEPARATE) constants = numbers[own];
         const i64 shift = (IS_SHARED ? 0 : column[feature] - (i64)feature * batch * total) + lane * VECTOR;
         const auto gradient_at = [=](int bag) {  // of a bag, after `shift`
             if (!IS_SHARED) return (i64)bag * total;
-            const int its = bag / batch;
-            return (i64)(bag - its * batch) * total + column[its];
+            const int bag_feature = bag / batch;
+            return (i64)(bag - bag_feature * batch) * total + column[bag_feature];
         };
         const float *base = grad;
-        if (IS_APART && grads) base = reinterpret_cast<const float *>(grads[feature]) - (i64)feature * samples * total;
+        if (IS_SEPARATE && grads)
+            base = reinterpret_cast<const float *>(grads[feature]) - (i64)feature * samples * total;
         base += shift;
         Place place;
         Row row;
@@ -513,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
-        int bags = 0;  // of the next LANES occurrences, one a lane: read together, as gradients wait for them
+        int bags = 0;  // of the next LANES occurrences, one a lane: read at once, as gradients wait for them
         for (int p = 0; p < item.count; p += AHEAD) {
             float_vector g[AHEAD][STEPS];
             float scale[AHEAD];
@@ -570,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         const Drawn drawn = drawn_of(draws, item.home, feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
+            row_make_current(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[own], constants, drawn);
@@ -591,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     for (i64 w = group; w < work->longs; w += groups) {
         Long segment = longs[w];
         const int own = table_of(segment.feature, tables);
-        if constexpr (IS_APART) constants = numbers[own];
+        if constexpr (IS_SEPARATE) constants = numbers[own];
         float acc[STEPS][VECTOR];
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
@@ -627,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         const Drawn drawn = drawn_of(draws, segment.home, segment.feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
+            row_make_current(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[own], constants, drawn);
@@ -635,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     }
 }
 
-// The row at `home` scaled down to `max_norm` where its norm exceeds it, as torch.embedding_renorm_ does; the norm in
+// Scales the row at `home` down to `max_norm` if its norm exceeds it, as torch.embedding_renorm_ does; the norm in
 // double, by a fixed tree over the lanes.
 __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int lane, double max_norm, double norm_type,
                                                unsigned char *dirty, const Drawn &drawn) {
@@ -693,8 +695,9 @@ extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
                        drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
-// What the host sets, changed by schedulers, seldom: the optimizer's `Hyper`, and behind it all `Numbers` but the scale.
-constexpr int CHANGING = IS_DENSE ? Recipe::STEP_NUMBERS : 0;  // of the numbers, what the step itself gives
+// Options that the host sets, and schedulers change now and then: the optimizer's `Hyper`, and behind it all `Numbers`
+// but the scale.
+constexpr int CHANGING = IS_DENSE ? Recipe::STEP_NUMBERS : 0;  // how many of the numbers depend on the step
 constexpr int HYPERS = sizeof(Hyper) / sizeof(double), CONSTANTS = NUMBER_WORDS - CHANGING;
 struct Options {
     double v[12];
@@ -706,10 +709,10 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
     *options = Options{v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11};
 }
 
-// Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
-// whose gradient is not finite under a scaler, leaves no work. `tables`: those that take the step, where each takes its
-// own; else all do, together · `factors`: float (n_tables,), of each NaN or 1, see `refuse_spoilt`, or null; the first
-// one's is that of all where all have one step counter. One block.
+// Numbers of an update, from the host's options and the steps that each table has taken. A batch that was refused, and
+// one whose gradient is not finite under a scaler, leaves no work. `tables`: those that take the step, if each counts
+// its own; else all take it · `factors`: float (n_tables,), for each NaN or 1, see `refuse_spoilt`, or null; if all
+// tables have one step counter, the first is for all. One block.
 extern "C" __global__ void step_begin(const Options *options, i64 *steps, const int *tables, int n_tables,
                                       const Fault *faults, int n_faults, const float *found_inf,
                                       const float *grad_scale, const float *factors, float *rate, Numbers *numbers,
@@ -717,17 +720,17 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
-    const int clocks = IS_APART ? n_tables : 1;
-    const auto table_at = [=](int i) { return IS_APART ? tables[i] : i; };
+    const int clocks = IS_SEPARATE ? n_tables : 1;
+    const auto table_at = [=](int i) { return IS_SEPARATE ? tables[i] : i; };
     if constexpr (IS_DENSE) {
-        bool lacks_room = false;
+        bool lacks_capacity = false;
         for (int i = threadIdx.x; i < clocks; i += blockDim.x)
-            lacks_room |= steps[table_at(i)] + 1 - past[table_at(i)].base >= past[table_at(i)].room;
-        const bool is_full = __syncthreads_or(lacks_room) && !refused;
+            lacks_capacity |= steps[table_at(i)] + 1 - past[table_at(i)].base >= past[table_at(i)].capacity;
+        const bool is_full = __syncthreads_or(lacks_capacity) && !refused;
         refused = refused || is_full;
         for (int i = threadIdx.x; i < clocks; i += blockDim.x) {
-            past[table_at(i)].marks[MARK_TAKEN] = !refused;
-            if (is_full) past[table_at(i)].marks[MARK_REFUSED] += 1;
+            past[table_at(i)].words[HISTORY_TAKEN] = !refused;
+            if (is_full) past[table_at(i)].words[HISTORY_REFUSED] += 1;
         }
     }
     if (refused) {
@@ -739,7 +742,7 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
         const int t = table_at(i);
         const i64 step = steps[t] += 1;
         rate[t] = (float)Recipe::rate(hyper, (double)step);
-        if (!IS_APART && i > 0) continue;
+        if (!IS_SEPARATE && i > 0) continue;
         float *own = reinterpret_cast<float *>(numbers + own_of(t));
 #pragma unroll
         for (int k = 0; k < CONSTANTS; k++) own[k] = (float)options->v[HYPERS + k];
@@ -750,17 +753,17 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
 }
 
 // After the update of a step that was begun: keeps what rows that it did not reach will need. A block for each of
-// `tables`, or one where all take steps together.
+// `tables`, or one if all tables have one step counter.
 extern "C" __global__ void step_end(const Options *options, const i64 *steps, const int *tables, const float *rate,
                                     const Numbers *numbers, const Past *past) {
     wait_for_prior_kernel();
-    const int table = IS_APART ? tables[blockIdx.x] : 0;
+    const int table = IS_SEPARATE ? tables[blockIdx.x] : 0;
     const Past so_far = past[table];
-    if (!so_far.marks[MARK_TAKEN]) return;
+    if (!so_far.words[HISTORY_TAKEN]) return;
     const i64 step = steps[table];
     const int at = (int)(step - so_far.base);
     const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
-    // where it is not, the step leaves no number in rows that miss it: their gradient was 0 · scale
+    // else the step stores no number in rows that miss it: their gradient was 0 · scale
     const bool is_finite = isfinite(numbers[table].scale);
     if (threadIdx.x == 0) {
         Numbers missed = numbers[table];

@@ -23,19 +23,19 @@ from tieredemb.lookup.history import DenseStep, History
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-MOST_NUMBERS = 12  # hyperparameters and what follows from them: what a GPU is told of a param group (optimizer.cuh)
+MOST_NUMBERS = 12  # hyperparameters and numbers derived from them: a param group on a GPU (optimizer.cuh)
 
 
 def state_width(optimizer: OptimizerConfig | None, width: int) -> int:
-    """32-bit words of state that a row of `width` weights needs: those of its tensors, and of a dense optimizer one for
-    the step that it was last brought to."""
+    """32-bit words of state of a row of `width` weights: of its tensors, and for a dense optimizer one for the step
+    that it last caught up to."""
     if optimizer is None:
         return 0
     return sum(tensor.width(width) for tensor in optimizer.tensors) + optimizer.is_dense
 
 
 def rows_of(optimizer: OptimizerConfig | None) -> Hashable:
-    """What is equal of optimizers whose rows can lie in one storage, and be updated by one kernel."""
+    """A key, equal for optimizers whose rows can be in one storage, and updated by one kernel."""
     if optimizer is None:
         return None
     return type(optimizer), optimizer.tensors, optimizer.is_dense, optimizer.state_start, optimizer.flags
@@ -65,8 +65,8 @@ def recipe_file(optimizer: OptimizerConfig) -> str:
 
 
 def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
-    """What the file is compiled with beside the row's format: the names of the numbers that it is given, in the order
-    in which `device_numbers` packs them."""
+    """Flags of the file in addition to the row's format: the names of its numbers, in the order in which
+    `device_numbers` packs them."""
     hyper = named_numbers(type(optimizer), asdict(optimizer))
     changing = optimizer.step_numbers(hyper, 1.0) if optimizer.is_dense else {}
     numbers = (*optimizer.numbers(hyper), *changing, "scale")
@@ -75,20 +75,20 @@ def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
 
 
 def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list[float]:
-    """What a GPU is told of a param group: `MOST_NUMBERS` floats, its hyperparameters first, then what the update takes
+    """What a GPU needs of a param group: `MOST_NUMBERS` floats, its hyperparameters first, then what the update takes
     of them, then zeros."""
     hyper = named_numbers(type(optimizer), group)
-    told = [*hyper.values(), *optimizer.numbers(hyper).values()]
-    return told + [0.0] * (MOST_NUMBERS - len(told))
+    numbers = [*hyper.values(), *optimizer.numbers(hyper).values()]
+    return numbers + [0.0] * (MOST_NUMBERS - len(numbers))
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """One update's numbers. `recipe`: the optimizer's config · `rate`: float32 (T,), the step size of each table,
-    decays and bias corrections included · `numbers`: what the row update takes beside it · `scale`: what gradients
-    are multiplied by; where that is not finite, a dense optimizer's step leaves no number in rows without a gradient
-    either · `step`: of a dense optimizer, the step that all tables take · `missed`: the numbers by which rows that miss
-    it replay it · `terms`: what it does to rows without a gradient."""
+    """The numbers of one update. `recipe`: the optimizer's config · `rate`: float32 (T,), the step size of each table,
+    including decays and bias corrections · `numbers`: further arguments of the row update · `scale`: a factor of
+    gradients; if it is not finite, a dense optimizer's step leaves NaN in rows without a gradient, too · `step`: of a
+    dense optimizer, the number of the step · `missed`: the numbers by which rows that miss it replay it · `terms`: its
+    effect on rows without a gradient."""
 
     recipe: type[OptimizerConfig]
     rate: Array

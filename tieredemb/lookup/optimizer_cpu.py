@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 UPDATE_GRAIN = 16384  # gradient elements a thread is worth
 AHEAD = 4  # segments whose rows are requested early
-CLOCK_AHEAD = 16  # rows whose last step is requested early: it says whether the rest of the row is needed
+CLOCK_AHEAD = 16  # rows whose last step is prefetched: it tells whether the rest of the row is needed
 F = np.float32
 
 
@@ -109,9 +109,9 @@ def update(
     history: History | None = None,
     rounding: Any = NEAREST,
 ) -> Pass:
-    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer · `rounding`: see
-    rounding_cpu.py; its steps are the ones that are taken now."""
+    """A pass whose `run` takes one optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), and
+    marks them dirty. A segment without occurrences changes nothing. `history`: of a dense optimizer · `rounding`: see
+    rounding_cpu.py, with the steps that are taken now."""
     batch = walked(segments.homes, segments, gradient, space)
     rows = (hot.weight, hot.state.view(F), hot.dirty, rounding)
     rate = hyper.rate[space.table] if space.is_shared else hyper.rate
@@ -135,8 +135,8 @@ def catch_up(
     until: int | None = None,
     starts: Array | None = None,
 ) -> CountedPass:
-    """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history`, or to that of
-    `until`, and marks those that it changes dirty. `starts`: where parts begin that are counted by themselves."""
+    """A pass whose `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the last step of `history`, or
+    to the step `until`, and marks changed rows dirty. `starts`: where parts begin that are counted separately."""
     until = history.steps if until is None else until
     dense = (hot.state, history.past(until), until, rounding)
     kernel, bounds = _kernels(history.recipe).rows_catch_up, even_bounds(len(slots), 512)
@@ -149,8 +149,8 @@ def catch_up(
 
 
 def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:
-    """Its `run` writes copies of the rows in `slots` (int32 (U,), distinct) of `hot`, those that are marked, to where
-    they were copied from, and marks them there."""
+    """A pass whose `run` writes marked copies of the rows in `slots` (int32 (U,), distinct) of `hot` back to these
+    slots, and marks them dirty."""
     weights, states = (array.view(np.uint8) for array in (hot.weight, hot.state))
     copies = rows.weight.view(np.uint8), rows.state.view(np.uint8), rows.dirty
     return Pass(rows_put_back, even_bounds(len(slots), 4096), slots, copies, weights, states, hot.dirty)
@@ -159,8 +159,8 @@ def put_back(hot: Any, slots: Array, rows: CopiedRows) -> Pass:
 def update_calls(
     hot: Any, space: KeySpace, optimizer: OptimizerConfig, history: History | None, rounding: Any
 ) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The kernels by which rows of `hot` will be updated, in the order of their use, each with arguments as it will be
-    called with, for whoever compiles them."""
+    """The kernels by which rows of `hot` will be updated, in the order of their use, each with arguments of the types
+    of its calls, to be compiled."""
     none = np.empty(0, np.int32)
     segments = Segments(none, np.zeros(1, np.int64), none)
     gradient = Gradient(np.empty((0, space.width), F), none, none, NO_WEIGHTS, NO_ARGMAX)
@@ -208,7 +208,7 @@ def occurrences_add(acc, order, lo, hi, grad, sample, features, column, is_share
 
 @inline
 def stays(weight, row, state, home, none, values, dense, row_catch_up, decayed):
-    """`row_bring` of an optimizer that is not dense."""
+    """`row_make_current` of an optimizer that is not dense."""
     return 0
 
 
@@ -245,8 +245,8 @@ def is_still(state, home, words):
 @inline
 def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, decayed):
     """Takes the steps that a row missed: one by one until the last of them whose decay is part of the gradient, and
-    then those that follow in closed form, so that a row that was kept at that last step ends with the same bits. One
-    whose state is zeros, which a step without a gradient leaves as it is, has its weights decay and no more then."""
+    then the rest in closed form, so that a row that was kept at that last step gets the same bits. If the state is
+    zeros, which a step without a gradient does not change, the rest only decays the weights."""
     logs, coupled = past[6], past[7]
     replayed = 0
     if coupled[stop] != coupled[start]:
@@ -269,8 +269,8 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, de
 
 
 @inline
-def row_bring(weight, row, state, home, none, values, dense, row_catch_up, decayed):
-    """Brings a row of a dense recipe to the steps that its table has taken, and notes the step that it stands at then.
+def row_make_current(weight, row, state, home, none, values, dense, row_catch_up, decayed):
+    """Brings a row of a dense recipe to the current step of its table, and writes the step that it is at then.
     `dense`: the states as uint32, whose last word is that step · what kernels are given of a
     history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
     past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
@@ -295,8 +295,8 @@ def row_bring(weight, row, state, home, none, values, dense, row_catch_up, decay
 
 @inline
 def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed):
-    """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward; see `row_bring`.
-    Returns how many steps it has replayed."""
+    """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward; see
+    `row_make_current`. Returns how many steps it has replayed."""
     clock, past, _, _ = dense
     now, place = np.int64(past[0]), clock.shape[1] - 1
     scratch = np.zeros((2, row_width(weight)), np.float32)
@@ -311,21 +311,23 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, row_catch_up, decayed)
             row_prefetch(state, slots[i + AHEAD])
         if clock[s, place] >= now:
             continue
-        replayed += row_bring(weight, s, state, s, none, values, dense, row_catch_up, decayed)
+        replayed += row_make_current(weight, s, state, s, none, values, dense, row_catch_up, decayed)
         dirty[s] = 1
     keep(scratch)
     return replayed
 
 
 @inline
-def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, bring, dense, row_catch_up, decayed):
+def segments_walk(
+    lo, hi, batch, rows, rate, numbers, grad_scale, row_update, make_current, dense, row_catch_up, decayed
+):
     """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
     a segment once each way. Returns how many steps were replayed.
 
     `row_update(weight, row, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the weights in row
     `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its feature ·
-    `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
-    recipe `row_bring`, which is given `dense`, `row_catch_up` and `decayed`.
+    `numbers`: tuple of float32, as the config derives them. It rounds weights once. `make_current` is `stays`, or of a
+    dense recipe `row_make_current`, which is given `dense`, `row_catch_up` and `decayed`.
     """
     homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = batch
     weight, state, dirty, rounding = rows
@@ -342,7 +344,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         stop = starts[u + 1]
         if start == stop:
             continue
-        feature = features[order[start]]  # any of those of the row's table, which has one mode and one rate
+        feature = features[order[start]]  # any feature of the row's table, which has one mode and one rate
         first = column[feature]
         is_max = mode[feature] == MAX
         for chunk in range(start, stop, CHUNK):
@@ -357,7 +359,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         if grad_scale != F(1.0):
             for d in range(width):
                 acc[d] *= grad_scale
-        replayed += bring(weight, homes[u], state, homes[u], none, values, dense, row_catch_up, decayed)
+        replayed += make_current(weight, homes[u], state, homes[u], none, values, dense, row_catch_up, decayed)
         if is_direct(weight) and is_nearest(rounding):
             row_update(weight, homes[u], state, homes[u], acc, rate[feature], numbers)
         else:
@@ -372,7 +374,9 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
 @inline
 def dense_walk(lo, hi, batch, rows, rate, numbers, scale, dense, row_update, row_catch_up, decayed):
     """The same of a dense recipe."""
-    return segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, row_bring, dense, row_catch_up, decayed)
+    return segments_walk(
+        lo, hi, batch, rows, rate, numbers, scale, row_update, row_make_current, dense, row_catch_up, decayed
+    )
 
 
 @over_ranges

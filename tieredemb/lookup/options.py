@@ -34,6 +34,6 @@ class LookupOptions:
 
     @functools.cached_property
     def plans_padding(self) -> bool:
-        """Whether the rows of padding are planned: they are read, or scaled, as torch scales them though no bag reads
-        them. Those that are scaled alone are left out of what is read and trained."""
+        """Whether the rows of padding are planned: they are read, or scaled, as torch scales them even if no bag reads
+        them. Rows that are only scaled are neither read nor trained."""
         return not self.padding_is_dropped or self.max_norm is not None

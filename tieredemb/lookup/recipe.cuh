@@ -1,4 +1,4 @@
-// What an optimizer's CUDA recipe is written with. Its file, `optimizers/<name>.cu`, includes this header, defines
+// The interface of an optimizer's CUDA recipe. Its file, `optimizers/<name>.cu`, includes this header, defines
 //
 //     struct Recipe : ElementWise {
 //         static double rate(const Hyper &hyper, double step);
@@ -18,7 +18,7 @@
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 
-// By the names that the optimizer's config gives them, in its order (`optimizer.recipe_flags`).
+// The names and the order are those of the optimizer's config (`optimizer.recipe_flags`).
 struct Hyper {
     double HYPER;  // the param group
 };
@@ -35,7 +35,7 @@ __device__ __forceinline__ float lanes_sum(float value) {
 }
 
 #ifdef DENSE
-constexpr bool IS_DENSE = true;  // a row's state ends with the step that it was last brought to
+constexpr bool IS_DENSE = true;  // a row's state ends with the step that it has caught up to
 #else
 constexpr bool IS_DENSE = false;
 #endif
@@ -51,25 +51,25 @@ __device__ __forceinline__ Numbers numbers_of(const Past &past, int step) {
     return numbers;
 }
 
-// `value`, of a row that missed steps, times the factors of all of them. Each step leaves an infinity infinite, and a
-// product of many factors may have become a zero.
+// `value`, of a row that missed steps, times the factors of all of them. An infinity stays infinite in each step,
+// although the product of many factors may have become a zero.
 __device__ __forceinline__ float faded(float value, float factor) {
     return isfinite(value) ? __fmul_rn(value, factor) : value;
 }
 
-// The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
-// multiplies the gradient by its share first, and an infinite mean stays infinite.
+// The running mean of squares `v`, updated with `share` of the square of `gradient`. It overflows as torch's does,
+// which multiplies the gradient by its share first; an infinite mean stays infinite.
 __device__ __forceinline__ float square_mean(float v, float gradient, float share) {
     const float found = __fmaf_rn(__fmaf_rn(gradient, gradient, -v), share, v);
     if (isfinite(found)) return found;
     return __fadd_rn(__fmul_rn(__fsub_rn(1.0f, share), v), __fmul_rn(__fmul_rn(share, gradient), gradient));
 }
 
-// A recipe that moves the rows of the batch alone. Those of dense optimizers hide these.
+// The default for a recipe that changes only rows of the batch. Recipes of dense optimizers hide these.
 struct Sparse {
     static constexpr int STEP_NUMBERS = 0;  // of the numbers, those that change from step to step: the last ones
     static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {}
-    // Of the numbers, those that rows which miss a step replay it by where they are others.
+    // The numbers by which rows that miss a step replay it, where they differ from those of an update.
     static __device__ __forceinline__ void missed_numbers(const Hyper &hyper, Numbers &numbers) {}
     // What a step does to rows that have no gradient (`StepTerms` in config.py).
     static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) { return {}; }
@@ -79,21 +79,21 @@ struct Sparse {
                                                      const Past &past) {
         return w;
     }
-    static constexpr bool KEEPS_ZEROS = true;  // a step without a gradient leaves a state of zeros as it is
+    static constexpr bool KEEPS_ZEROS = true;  // a step without a gradient does not change a state of zeros
     // A weight after missed steps that do nothing but decay it, by `factor` in all, which is not 1.
     static __device__ __forceinline__ float decayed(float w, float factor) { return faded(w, factor); }
 };
 
-// A recipe in which nothing concerns the row as a whole. Others hide these.
+// The default for a recipe in which nothing depends on the row as a whole. Others hide these.
 struct ElementWise : Sparse {
-    // Whether a row's summed gradient is all that counts, and no row is read or written (lookup/gradient_norm.cu).
+    // Whether only a row's summed gradient counts, and no row is read or written (lookup/gradient_norm.cu).
     static constexpr bool KEEPS_SUM = false;
     static __device__ __forceinline__ void keep_sum(float *state, const float (*g)[VECTOR], int lane,
                                                     const Numbers &numbers) {}
-    struct Whole {};  // what is read of the row's state before its gradient is there
+    struct Whole {};  // what is read of the row's state before its gradient is known
     static __device__ __forceinline__ Whole whole_of(const float *state) { return {}; }
-    // Comes before the elements, on all lanes of the row, which hold its summed gradient `g` [STEPS][VECTOR]: the rate of
-    // this row.
+    // Called before the elements, on all lanes of the row, which hold its summed gradient `g` [STEPS][VECTOR]: the rate
+    // of this row.
     static __device__ __forceinline__ float row_rate(Whole whole, float *state, const float (*g)[VECTOR], int lane,
                                                      float rate, const Numbers &numbers) {
         return rate;

@@ -1,13 +1,13 @@
 """How weights are rounded into rows of 16 bits.
 
-To nearest, an update that is smaller than half the gap between two neighbours is lost, however often it comes. Rounded
+To nearest, an update that is smaller than half the gap between two neighbours is lost, even if it is repeated. Rounded
 up or down at random, with the probability that keeps the mean, none is (Gupta et al., "Deep learning with limited
 numerical precision", ICML 2015). The random bits are those of Philox4x32-10, keyed by the seed, with the counter (id,
 step, table, block of eight elements and purpose): no state, and the same bits in any home, on a CPU and on a GPU. An
 element takes 16 of them: bfloat16 is unbiased exactly, and float16 above 2⁻¹⁴; smaller ones, which have lost more than
-16 bits, to 2⁻¹⁶ of a gap towards zero. What is finite stays finite.
+16 bits, to 2⁻¹⁶ of a gap towards zero. Finite values stay finite.
 
-An update, `max_norm`, and what brings a dense optimizer's row to a step draw for purposes of their own.
+An update, `max_norm` and catching up draw for different purposes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")
-MIX = 0x32C1A6E75F356495  # of the seed, so that no row draws what it was generated from
+MIX = 0x32C1A6E75F356495  # changes the seed, so that a row does not draw the bits that it was generated from
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What the random bits of the rows of one cache depend on. `seed`: uint32 (2,) · of the tables, `start`: int64
-    (T,), the first key of each, ascending · `number`: uint32 (T,), what the generator calls them · `ids`: int64 (T, 2),
-    what it calls their first row, and by how much it counts on from row to row."""
+    """What the random bits of a cache's rows depend on. `seed`: uint32 (2,) · `start`: int64 (T,), the first key of
+    each table, ascending · `number`: uint32 (T,), the tables' numbers for the generator · `ids`: int64 (T, 2), the id
+    of each table's first row for the generator, and the step from row to row."""
 
     seed: Array
     start: Array
@@ -47,7 +47,7 @@ class Draws:
 
 
 def draws_of(space: KeySpace, parts: Sequence[TablePart], seed: int) -> Draws:
-    """Those of a cache whose tables are those of `space`, and `parts` of larger ones."""
+    """The draws of a cache with the tables of `space`, which are `parts` of larger ones."""
     mixed = seed ^ MIX
     words = np.array([mixed & 0xFFFFFFFF, mixed >> 32], np.uint32)
     numbers = np.array([part.number for part in parts], np.uint32)

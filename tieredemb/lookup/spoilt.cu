@@ -3,12 +3,12 @@
 #include "fault.cuh"
 
 // `spoilt`: float (n), NaN of tables whose gradients were. A step can be taken where every row takes part in it
-// (`is_dense`) and all tables of one step counter are spoilt alike, or each has one of its own (`apart`); or where none
-// is. `found_inf`: of a scaler, or null: then there is no step, and nothing to tell. Writes to `skipped` what
+// (`is_dense`) and all tables of one step counter are spoilt alike, or each has one of its own (`separate`); or where
+// none is. `found_inf`: of a scaler, or null: then there is no step, and nothing to tell. Writes to `skipped` what
 // `step_begin` takes as `found_inf`; to `factors`, float (n) or null, what it takes as such; and the first spoilt table
-// of a step that is refused, or that of `tables` (int, n), to the host, unless it has a report that it has not read. One
-// warp.
-extern "C" __global__ void spoilt_refuse(const float *spoilt, int n, const int *tables, int is_dense, int apart,
+// of a step that is refused, or that of `tables` (int, n), to the host, unless it has a report that it has not read.
+// One warp.
+extern "C" __global__ void spoilt_refuse(const float *spoilt, int n, const int *tables, int is_dense, int separate,
                                          const float *found_inf, float *skipped, float *factors,
                                          volatile Report *report) {
     wait_for_prior_kernel();
@@ -23,7 +23,7 @@ extern "C" __global__ void spoilt_refuse(const float *spoilt, int n, const int *
     }
     if (threadIdx.x != 0) return;
     const bool was_skipped = found_inf && *found_inf != 0.0f;
-    const bool is_refused = count != 0 && !(is_dense && (apart || count == n));
+    const bool is_refused = count != 0 && !(is_dense && (separate || count == n));
     *skipped = was_skipped || is_refused ? 1.0f : 0.0f;
     if (was_skipped || !is_refused || report->state != 0) return;
     report->kind = SPOILT;

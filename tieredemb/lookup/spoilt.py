@@ -1,6 +1,6 @@
-"""Gradients that were multiplied by what is not finite, as by the factor of a norm that is NaN. In torch no row of a
-table is a number after such a step, as the zeros of rows that a batch leaves out are multiplied, too; a step that
-cannot do as much is refused."""
+"""Gradients that were multiplied by a factor that is not finite, as after a norm that is NaN. In torch all rows of a
+table are NaN after such a step, as the zeros of rows outside the batch are multiplied, too; a step that cannot do the
+same is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scaling(NamedTuple):
     factors: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there."""
+        """The tensors among these."""
         return [each for each in self if each is not None]
 
 
@@ -48,19 +48,18 @@ def refuse_spoilt(
     report: int,
     *,
     is_dense: bool,
-    apart: bool,
+    separate: bool,
 ) -> torch.Tensor | None:
-    """On a GPU: writes to `skipped`, float32 (), whether a step is not to be taken: after an infinity that a scaler has
-    found (`found_inf`, float32 ()), or as no step can do what torch does, which is reported to the host's words at
-    `report`. Returns what gradients are multiplied by of a dense optimizer, float32 (T,): NaN or 1. Does not
-    synchronise.
+    """On a GPU: writes to `skipped`, float32 (), whether to skip the step: after an infinity that a scaler has found
+    (`found_inf`, float32 ()), or because no step can do what torch does, which is reported to the host's words at
+    `report`. Returns for a dense optimizer a factor of gradients, float32 (T,): NaN or 1. Does not synchronise.
 
-    `spoilt`: float32 (T,), NaN for a table whose gradient was multiplied by what is not finite · `tables`: their
-    numbers as the report names them, int32 (T,), or None of 0, 1, … · `apart`: whether each takes steps of its own.
+    `spoilt`: float32 (T,), NaN for a table whose gradient was multiplied by a factor that is not finite · `tables`:
+    their numbers in the report, int32 (T,), or None for 0, 1, … · `separate`: whether each takes separate steps.
     """
     factors = torch.empty_like(spoilt) if is_dense else None
     kernel(FILE, "spoilt_refuse")(
-        1, WARP, spoilt, spoilt.shape[0], 0 if tables is None else tables, is_dense, apart,
+        1, WARP, spoilt, spoilt.shape[0], 0 if tables is None else tables, is_dense, separate,
         0 if found_inf is None else found_inf, skipped, 0 if factors is None else factors, report,
     )  # fmt: skip
     return factors

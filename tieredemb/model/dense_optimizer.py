@@ -63,11 +63,11 @@ class DenseOptimizer:
                 f"as the one that was saved. Nothing was changed"
             )
         state, groups = {}, []
-        for names, group, its in zip(by_group, own["param_groups"], saved["groups"], strict=True):
+        for names, group, saved_group in zip(by_group, own["param_groups"], saved["groups"], strict=True):
             for name, number in zip(names, group["params"], strict=True):
                 if name and name in saved["state"]:
                     state[number] = saved["state"][name]
-            groups.append({**group, **its["options"]})
+            groups.append({**group, **saved_group["options"]})
         return {**own, "state": state, "param_groups": groups}
 
     def load(self, state_dict: dict[str, Any]) -> None:

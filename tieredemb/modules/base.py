@@ -58,7 +58,7 @@ class TieredModule(LookupModule):
 
     def _connect(self) -> None:
         self.call_context = self.engine.context(self.options)
-        # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
+        # a plain tensor, no Parameter: it only makes autograd call the backward, and is on the device of the tables
         self._hook = self._make_hook()
         self._table_parameters = {self._weight_key(each.table): each for each in self.engine.table_parameters}
         self._parameters.update(self._table_parameters)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class TieredModule(LookupModule):
 
     @property
     def planned(self) -> PlannedForwards:
-        """The forwards that were planned, and have yet to come."""
+        """The forwards that were planned ahead and have not started."""
         return self.engine.planned
 
     @property
@@ -204,7 +204,7 @@ class TieredModule(LookupModule):
         return self.engine.plan_ahead(executor, inputs, self._batch, self.call_context, kind, memory)
 
     def batch_of(self, given: Given) -> Batch:
-        """What a forward will look up, from what it will be given. Raises `InvalidInputError`."""
+        """The batch of a forward, from its arguments. Raises `InvalidInputError`."""
         return self._batch(*given)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
@@ -222,9 +222,9 @@ class TieredModule(LookupModule):
         return self.engine.accumulate()
 
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
-        """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
-        that of a model around it reaches parameters alone, and the tables are none, unless they follow a torch
-        optimizer."""
+        """Freezes the tables (False): outputs require no gradient and rows do not change; or unfreezes them. Call it on
+        this module: the method of a model around it reaches only parameters, and tables are parameters only if they
+        follow a torch optimizer."""
         check_flag("requires_grad", requires_grad)
         super().requires_grad_(bool(requires_grad))
         self._frozen = not requires_grad and not self._table_parameters  # which say it themselves
@@ -353,7 +353,7 @@ class TieredModule(LookupModule):
         if shared.device.type == "cpu" and shared.is_shared():
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         if probe.device != self._hook.device:
-            self.tables.check_moves([each.tables for each in _moved_together(self)])
+            self.tables.check_moves([each.tables for each in _moved_with(self)])
             self.engine.check_no_gradient("move the tables")
         with self._without_tables():  # which move with the tables
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -395,7 +395,7 @@ class TieredModule(LookupModule):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["call_context"], state["_hook"], state["_table_parameters"]
-        return {"engine": state.pop("engine"), **state}  # with it its parameters, before those of the module are met
+        return {"engine": state.pop("engine"), **state}  # with its parameters, before those of the module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -418,7 +418,7 @@ def moved(fn: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor) -> to
         raise
 
 
-def _moved_together(module: TieredModule) -> list[TieredModule]:
+def _moved_with(module: TieredModule) -> list[TieredModule]:
     """The tiered modules of the outermost module whose `_apply` has led to that of `module`, on this thread."""
     frame: Any = sys._getframe(1)
     outermost: nn.Module = module

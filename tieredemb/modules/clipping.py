@@ -57,7 +57,7 @@ def clip_grad_norm_(
         if norms:
             first = norms[0].device
             each = torch.stack([norm.to(first) for norm in norms])
-            total = torch.linalg.vector_norm(each.sort().values, norm_type)  # sharded tables come in another order
+            total = torch.linalg.vector_norm(each.sort().values, norm_type)  # sharded tables are in another order
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; pass "
@@ -97,7 +97,7 @@ def _of_tables(module: LookupModule) -> list[TableParameter]:
 
 
 def _parameters_of(model: nn.Module) -> list[torch.Tensor]:
-    """With those of sharded tables, which `parameters()` leaves out."""
+    """The parameters, with those of sharded tables, which `parameters()` does not return."""
     tables = [each for module in model.modules() if isinstance(module, LookupModule) for each in _of_tables(module)]
     return list({id(each): each for each in (*model.parameters(), *tables)}.values())
 

@@ -55,7 +55,7 @@ def check_collection(tables: Sequence[TableConfig], *, scale_grad_by_freq: bool,
 
 
 class PooledInputs(KeyedInputs):
-    """The forward of a module that pools the bags of several tables, whose `_hook` lies where its inputs have to, and
+    """The forward of a module that pools the bags of several tables, whose `_hook` is on the device of its inputs, and
     which has `_lookup(batch)`."""
 
     _hook: torch.Tensor

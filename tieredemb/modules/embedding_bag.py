@@ -24,7 +24,7 @@ from tieredemb.tables.torch_kinds import Optimizer
 
 
 def check_scaling(mode: Mode, scale_grad_by_freq: bool) -> None:
-    """Raises `ConfigError` for what has no meaning together."""
+    """Raises `ConfigError` for arguments that exclude each other."""
     check_flag("scale_grad_by_freq", scale_grad_by_freq)
     if scale_grad_by_freq and mode == "max":
         raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a module as its caller asked for it. `given`: see `Batch` · `weights`:
-    of the samples · `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is
-    expected to update rows."""
+    """One forward of a module as its caller asked for it. `given`: see `Batch` · `weights`: of the samples ·
+    `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is expected to update
+    rows."""
 
     module: LookupModule
     given: Given
@@ -40,8 +40,8 @@ def notify_listeners(module: LookupModule, batch: Batch, *, trains: bool) -> Non
 
 @contextlib.contextmanager
 def observe_forwards(listener: Callable[[Forward], object] | None = None) -> Iterator[list[Forward]]:
-    """The forwards of all modules inside the context, of any thread; or `listener` is called with each, and refuses one
-    by raising."""
+    """The forwards of all modules inside the context, of any thread; or `listener` is called with each, and may raise
+    to refuse it."""
     forwards: list[Forward] = []
     observe = listener or forwards.append
     LISTENERS.append(observe)

@@ -1,5 +1,5 @@
-"""Arenas of a captured step: the memory of one batch each. An arena is free, then its batch is planned, then looked up
-and updated, then it is free again."""
+"""Arenas of a captured step: each is the memory of one batch. An arena is free; then its batch is planned, looked up
+and updated; then it is free again."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Lookups = Callable[[Any], Sequence[LookupSpec]]  # of a batch
 
 
 class PlannedCall(Protocol):
-    """A forward that was planned ahead, or several as one. `parts`: what each cache has planned of it · `memory`: where
-    that lies, into which the forward of a later batch may be planned."""
+    """A forward that was planned ahead, or several as one. `parts`: for each cache its part of the plan · `memory`: of
+    the plan, into which the forward of a later batch may be planned."""
 
     @property
     def parts(self) -> Sequence[DeviceGroupCall]: ...
@@ -43,23 +43,23 @@ class PlannedCall(Protocol):
     def memory(self) -> Any: ...
 
     def rebind(self, tickets: Sequence[DeviceTicket]) -> PlannedCall:
-        """What a replay has planned to the same memory, with the `tickets` of its parts."""
+        """A call for the plan that a replay has made in the same memory, with the `tickets` of its parts."""
 
     def arrive(self) -> None:
-        """The current stream waits for what was planned ahead."""
+        """Has the current stream wait for the plan made ahead."""
 
     def mark_arrived(self) -> None:
-        """Nothing need wait for it any more."""
+        """Nothing needs to wait for it any more."""
 
 
 def _call_of(planned: Planned) -> PlannedCall:
-    """What was planned on a GPU. Raises what planning has ended in."""
+    """The call that was planned on a GPU. Raises the error of the plan."""
     return cast("PlannedCall", planned.result())
 
 
 class PlanState(NamedTuple):
-    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and at which phase its rows
-    are left for later; None where none are."""
+    """A batch in flight in one cache. `uncached`: whether it may use rows without a slot · `deferred`: the phase after
+    which its rows are deferred; None if they are not."""
 
     uncached: bool
     deferred: Phase | None
@@ -74,10 +74,10 @@ def states_of(calls: list[PlannedCall]) -> list[PlanState]:
 
 @dataclass(frozen=True)
 class StepGraph(Generic[R]):
-    """A captured step: the `graph`, and the `result` that each replay overwrites. Of one that goes ahead, `effects`: on
-    the books of each cache · `states`: of the plans that it uses · `memories`: where those and the ones that it makes
-    are, by arenas · `launched`: these, as they were captured · `form`: of what ranks exchange in it, and
-    `count_sent`: counts what a replay sends (`Agreement`)."""
+    """A captured step: the `graph`, and the `result` that each replay overwrites. `form`: of what ranks exchange in it
+    · `count_sent`: counts what a replay sends (`Agreement`). If it goes ahead, `effects`: in the ledger of each cache ·
+    `states`: of the plans that it uses · `memories`: of these plans and of those that it makes, by arenas · `launched`:
+    the latter, as they were captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
@@ -94,14 +94,14 @@ class StepGraph(Generic[R]):
         self.count_sent()
 
     def fits(self, arenas: Sequence[Arena[R]], caches: Sequence[DeviceCache]) -> bool:
-        """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
-        knows of. Else it has to be captured anew."""
+        """Whether plans have the memory that it was captured with, and the tables of rows without a slot have not
+        grown. Else it has to be captured anew."""
         if any(arena.memories != memories for arena, memories in zip(arenas, self.memories, strict=True)):
             return False
         return not any(cache.outgrew(each) for cache, each in zip(caches, self.effects, strict=True))
 
     def knows(self, calls: list[PlannedCall]) -> bool:
-        """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
+        """Whether the plans `calls` are of the kind that it was captured with."""
         states = states_of(calls)
         if len(states) != len(self.states):
             return False
@@ -111,8 +111,8 @@ class StepGraph(Generic[R]):
 
 class Arena(Generic[R]):
     """All memory of one batch: the `buffers` that it is copied to, its plans, and the `graph` that computes it.
-    `batch`: the one that is to be looked up, until it was · `ran`: of several ranks, comes once the last replay is over
-    that has planned it."""
+    `batch`: the batch, until it was looked up · `ran`: of several ranks, the event after the last replay that planned
+    it."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
@@ -121,34 +121,34 @@ class Arena(Generic[R]):
         self.ran: torch.cuda.Event | None = None
         self._deferred: dict[DeviceCache, DeferredRows] = {}
         self._planned: list[PlannedGroup] = []
-        # as they were planned last by launches; replays plan to where these are
+        # the plans last made by launches; replays plan into their memory
         self._launched: list[PlannedGroup] = []
         self._calls: list[PlannedCall] = []
         self._groups = PlanGroups()
 
     @property
     def memories(self) -> list[Any]:
-        """Where its forwards are planned."""
+        """The memory of its plans."""
         return [call.memory for call in self._calls]
 
     @property
     def launched(self) -> tuple[list[PlannedCall], list[PlannedGroup]]:
-        """Its plans, as launches made them last."""
+        """The plans last made by launches."""
         return self._calls, self._launched
 
     @property
     def defers_rows(self) -> bool:
-        """Whether it was planned so that its rows are deferred: all that this needs is there."""
+        """Whether its plans deferred rows before, so that the memory for that exists."""
         return bool(self._deferred)
 
     def load(self, batch: Any) -> None:
-        """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
+        """Copies a batch to the buffers. Raises `InvalidInputError` if it does not fit."""
         self.drop()
         self.buffers.load(batch)
         self.batch = batch
 
     def load_if_it_fits(self, batch: Any) -> bool:
-        """Copies in a batch that has yet to be requested; one that does not fit raises when it is requested."""
+        """Copies a later batch to the buffers; if it does not fit, it raises at its own call."""
         try:
             self.load(batch)
         except InvalidInputError:
@@ -156,7 +156,7 @@ class Arena(Generic[R]):
         return True
 
     def is_over(self, patience: float | None = None) -> bool:
-        """Of several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
+        """With several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
         return self.ran is None or is_over(self.ran, patience)
 
     def expected(self, step: StepFunction[R], named: Lookups | None = None) -> list[LookupSpec]:
@@ -165,41 +165,41 @@ class Arena(Generic[R]):
         return [each._replace(trains=each.trains and step.trains) for each in lookups if each.module in step.modules]
 
     def plan_at_once(self, step: StepFunction[R], done: list[PlannedGroup]) -> None:
-        """Plans the forwards that are about to come, of several as one, and appends them to `done`."""
+        """Plans the forwards just before they start, groups of several as one, and appends these to `done`."""
         plan_at_once(self._groups.of(self.expected(step)), done)
 
     def plan(self, executor: StreamExecutor, expected: list[LookupSpec], deferring: Sequence[DeviceCache] = ()) -> None:
-        """Plans the forwards of the batch ahead, to where those of one before were, on the stream that is current,
-        among others that `executor` plans together. What caches miss that are `deferring` rows comes with the next
-        plan, or when it is needed."""
+        """Plans the forwards of the batch ahead, in the memory of an earlier one, on the current stream, inside
+        `executor.planning`. `deferring`: caches whose missed rows are filled with the next plan, or when they are
+        needed."""
         with ExitStack() as entered:
             for cache in deferring:
                 if cache not in self._deferred:
                     self._deferred[cache] = DeferredRows(executor.stream)
                 entered.enter_context(cache.defer_rows(self._deferred[cache]))
-            if any(lookup.module.agreement is None for lookup in expected):  # else ids are exchanged first
+            if any(lookup.module.agreement is None for lookup in expected):  # sharded modules exchange ids first
                 executor.wait_to_plan()
             plan_groups(self._groups.of(expected), lambda _: executor, self._planned, self.memories)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 
     def check_planned(self) -> None:
-        """Raises what planning has ended in."""
+        """Raises the error of a plan that failed."""
         for _, each in self._planned:
             each.result()
 
     def calls(self) -> list[PlannedCall]:
-        """The planned forwards; none if they are not all there."""
+        """The planned forwards; none if not all are left and planned."""
         if not all(among.is_whole(each) for among, each in self._planned):
             return []
         return [_call_of(each) for _, each in self._planned]
 
     def completed(self) -> list[PlannedCall]:
-        """Those forwards that could be planned."""
+        """The forwards whose plans did not fail."""
         return [_call_of(each) for _, each in self._planned if each.left and not each.failed]
 
     def rebind_plans(self, graph: StepGraph[R], opened: dict[DeviceCache, list[DeviceTicket]]) -> None:
-        """A replay is about to plan them, as the batches that it has `opened` in each cache."""
+        """Called before a replay makes the plans: their batches are those `opened` in each cache."""
         self._planned = []
         calls, launched = self._calls, self._launched = graph.launched
         tickets = {cache: iter(each) for cache, each in opened.items()}
@@ -210,7 +210,7 @@ class Arena(Generic[R]):
             self._planned.append((among, planned))
 
     def over(self) -> None:
-        """A replay has computed the batch."""
+        """Called when a replay has computed the batch."""
         planned, self._planned, self.batch = self._planned, [], None
         for among, each in planned:
             among.drop(each)
@@ -222,7 +222,7 @@ class Arena(Generic[R]):
 
     def unplan(self) -> int:
         """Drops the plans that no forward has taken; returns how many there were. The current stream waits for them, as
-        it may be about to overwrite what they read."""
+        it may overwrite their inputs next."""
         planned, self._planned = self._planned, []
         dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:

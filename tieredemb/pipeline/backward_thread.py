@@ -1,9 +1,9 @@
 """The thread that runs the backward passes of a loop over one GPU.
 
-Autograd runs the nodes of each GPU on a thread of its own, and the loop's thread waits for it. What Python does there
-starts with cold caches, and the two threads wake each other in each step, which can take as long as the step's Python.
-With one GPU nothing runs at the same time, so inside a loop the backward runs on the loop's thread. Where a model is
-spread over several GPUs autograd's threads stay, as they launch side by side.
+Autograd runs the nodes of each GPU on a separate thread, and the loop's thread waits for it. Python code there starts
+with cold CPU caches, and the two threads wake each other in each step, which can take as long as the step's Python
+code. With one GPU nothing runs in parallel, so inside a loop the backward runs on the loop's thread. If a model is on
+several GPUs, autograd's threads stay, as they launch in parallel.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 
 class _Loop:
-    """One loop that has its backward passes on its thread."""
+    """A loop that has its backward passes on its thread."""
 
 
 class _OfThread(threading.local):
-    """Loops that run on a thread, and whether autograd had threads of its own there before the first of them: None
-    while there are none. Where another thread ends the last one, that is for the next loop to restore."""
+    """The loops of a thread, and whether autograd used its own threads before the first of them: None without loops. If
+    another thread ends the last loop, the next loop restores that."""
 
     def __init__(self) -> None:
         self.loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
@@ -36,9 +36,9 @@ _THREAD = _OfThread()
 
 @contextlib.contextmanager
 def backward_on_this_thread(model: nn.Module, tables: Iterable[torch.device]) -> Iterator[None]:
-    """Backward passes that this thread begins inside run on it, if one GPU has all of a `model` that is on GPUs. Then
-    autograd has its threads again as before, once no other loop of this thread is inside. `tables`: the devices of the
-    model's tables, which are among no parameters."""
+    """Inside, backward passes that this thread begins run on it, if all of `model` that is on GPUs is on one.
+    Autograd's threads are restored once the last loop of this thread ends. `tables`: the devices of the model's tables,
+    which are not among its parameters."""
     devices = chain(tables, (tensor.device for tensor in chain(model.parameters(), model.buffers())))
     if len({device for device in devices if device.type == "cuda"}) != 1:
         yield

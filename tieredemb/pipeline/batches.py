@@ -1,5 +1,5 @@
-"""Batches of any form: tensors in mappings, sequences, dataclasses and other objects, and in what has `values()` and
-`offsets()` as TorchRec's `KeyedJaggedTensor` does. Found, and replaced."""
+"""Finds and replaces tensors in batches of any form: in mappings, sequences, dataclasses and other objects, also those
+with `values()` and `offsets()`, as TorchRec's `KeyedJaggedTensor`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 R = TypeVar("R")
 Path = tuple[tuple[str, Any], ...]  # steps from a batch to a tensor: ("item", key), ("attribute" or "call", name)
 
-DEEPEST = 8  # steps that are followed into a batch
+DEEPEST = 8  # how many steps deep tensors are searched for
 JAGGED = ("values", "offsets")
-PLAIN = (str, bytes, int, float, complex, type(None), range)  # what holds no tensor
+PLAIN = (str, bytes, int, float, complex, type(None), range)  # types without tensors
 
 
 def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All dense tensors in a batch, and how to get to each in a batch of the same form."""
+    """All dense tensors in a batch, each with its path, which is the same in batches of one form."""
     todo: deque[tuple[Path, Any]] = deque([((), batch)])
     seen: set[int] = set()
     while todo:
@@ -36,7 +36,7 @@ def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
 
 def are_on_gpu(batch: Any) -> bool:
     """Whether all tensors in a batch are on a GPU."""
-    for part in _flat(batch):  # in each step, of many tables
+    for part in _flat(batch):  # fast, as it runs in each step
         if not (isinstance(part, torch.Tensor) and part.is_cuda):
             break
     else:
@@ -45,7 +45,7 @@ def are_on_gpu(batch: Any) -> bool:
 
 
 def _flat(batch: Any) -> Collection[Any]:
-    """The parts of a batch, where it is plain enough to tell them at once."""
+    """The parts of a batch, if it is a simple container."""
     if type(batch) in (list, tuple):
         found: Collection[Any] = batch
     elif type(batch) is dict:
@@ -67,7 +67,7 @@ def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
 
 
 def resolve(batch: Any, path: Path) -> Any:
-    """What is at `path` in a batch."""
+    """The object at `path` in a batch."""
     for kind, name in path:
         if kind == "item":
             batch = batch[name]
@@ -79,22 +79,22 @@ def resolve(batch: Any, path: Path) -> Any:
 def map_tensors(
     batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
-    become what `otherwise` makes of them."""
+    """A batch of the same form with `function` applied to its tensors, in mappings, sequences and dataclasses, and
+    `otherwise` to other objects."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
         parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return type(batch)(parts)  # type: ignore[call-arg]
-        same = copy.copy(batch)  # with its default, its order, …
+        same = copy.copy(batch)  # keeps its default, its order, …
         same.update(parts)
         return same
     if isinstance(batch, list):
         same_list = copy.copy(batch)
         same_list[:] = [map_tensors(value, function, otherwise) for value in batch]
         return same_list
-    if isinstance(batch, tuple) and not callable(getattr(batch, "to", None)):  # a packed sequence moves as it must
+    if isinstance(batch, tuple) and not callable(getattr(batch, "to", None)):  # a packed sequence moves by its own `to`
         members = (map_tensors(value, function, otherwise) for value in batch)
         return batch._make(members) if hasattr(batch, "_make") else tuple(members)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -106,10 +106,10 @@ def map_tensors(
 
 
 def do_nothing() -> None:
-    """What is called where nothing is to be done."""
+    """A function to pass when there is nothing to do."""
 
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:
-    """What the function returns, without autograd's graph: it would tie a capture to an earlier step if it lived on."""
+    """What the function returns, without autograd's graph, which would tie a capture to an earlier step."""
     result: R = map_tensors(function(batch), torch.Tensor.detach)
     return result

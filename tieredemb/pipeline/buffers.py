@@ -1,4 +1,4 @@
-"""Buffers that a captured step reads: each batch is copied there."""
+"""Buffers that a captured step reads; each batch is copied there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
-from tieredemb.step.capacities import room_for
+from tieredemb.step.capacities import capacity_for
 from tieredemb.step.planned_forwards import identity
 
-MANY = 4  # tensors that one launch copies in less time than as many
+MANY = 4  # tensors from which one launch for all is faster than a copy each
 SMALL = 1 << 16  # bytes of pageable memory that CUDA copies to a GPU without waiting
 
 
 class OtherShapesError(InvalidInputError):
-    """A batch has other shapes than buffers, or more ids, and nothing else is wrong with it: others would take it."""
+    """A batch has other shapes than the buffers, or more ids; it is right otherwise, and other buffers would take
+    it."""
 
 
 class Buffers:
-    """A batch of the form of `batch` that every step reads: each is copied there. `forwards`: those that `batch` went
-    through · `max_ids`: of any of them · `example`: a batch of the most ids that may come."""
+    """A batch of the form of `batch`, which every step reads and to which each batch is copied. `forwards`: of `batch`
+    · `max_ids`: in any of them · `example`: a batch with as many ids as any may have."""
 
     def __init__(self, batch: Any, forwards: list[Forward], max_ids: int | None = None, example: Any = None) -> None:
         self._paths = [path for path, _ in tensors_of(batch)]
@@ -38,7 +39,7 @@ class Buffers:
         self._buffer: dict[Path, torch.Tensor] = {}
         self._any_length: set[Path] = set()
         device = forwards[0].module.tables.config.device
-        self._gpu = device if device.type == "cuda" else None  # that all buffers are on
+        self._gpu = device if device.type == "cuda" else None  # the GPU of all buffers
         new: dict[int, torch.Tensor] = {}
         for path, tensor in tensors_of(batch):
             buffer = new.get(id(tensor))
@@ -70,7 +71,7 @@ class Buffers:
 
     @property
     def form(self) -> Hashable:
-        """Of the batches that `load` takes."""
+        """The form of the batches that `load` takes."""
         return self.form_of(self.batch)
 
     def form_of(self, batch: Any) -> Hashable:
@@ -78,25 +79,25 @@ class Buffers:
         return tuple(None if self._has_any_length(*each) else each[1].shape for each in tensors_of(batch))
 
     def of_form_of(self, batch: Any) -> Buffers:
-        """Buffers of the form of `batch`, which has tensors of the same dtypes at the same places. They have room for
-        its ids, and where these buffers do not, for more, as others may come."""
-        apart = map_tensors(batch, torch.Tensor.detach)  # one object for each place, whatever is one tensor in it
+        """Buffers of the form of `batch`, which has tensors of the same dtypes at the same places. They hold its ids;
+        if the present buffers do not, they hold some more, for later batches."""
+        detached = map_tensors(batch, torch.Tensor.detach)  # a separate object for each place, even of the same tensor
         new, at, is_same = dict[int, torch.Tensor](), dict[int, torch.Tensor](), self.form_of(batch) == self.form
-        for path, tensor in tensors_of(apart):
+        for path, tensor in tensors_of(detached):
             buffer, shape = self._buffer[path], tensor.shape
             if self._has_any_length(path, tensor):
-                room, length = len(buffer) if is_same else 0, len(tensor)
-                shape = torch.Size([room if length <= room else room_for(length + length // 8)])
+                capacity, length = len(buffer) if is_same else 0, len(tensor)
+                shape = torch.Size([capacity if length <= capacity else capacity_for(length + length // 8)])
             if id(buffer) not in new:
                 new[id(buffer)] = buffer.new_zeros(shape)
             at[id(tensor)] = new[id(buffer)]
-        return self._of(new, map_tensors(apart, lambda tensor: at[id(tensor)]))
+        return self._of(new, map_tensors(detached, lambda tensor: at[id(tensor)]))
 
     def _has_any_length(self, path: Path, tensor: torch.Tensor) -> bool:
         return path in self._any_length and tensor.dim() == 1
 
     def _of(self, new: dict[int, torch.Tensor], batch: Any) -> Buffers:
-        """The same, with other memory: `new` for each buffer, by its identity, of which `batch` is made."""
+        """The same with other memory. `new`: for each buffer, by its identity · `batch`: made of these."""
         other = copy.copy(self)
         other._buffer = {path: new[id(tensor)] for path, tensor in self._buffer.items()}
         other.batch = batch
@@ -105,7 +106,7 @@ class Buffers:
         return other
 
     def _check_copied(self) -> None:
-        """Raises `InvalidInputError` where tensors of the batch are still the user's."""
+        """Raises `InvalidInputError` if tensors of the batch are still the user's."""
         if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
             raise InvalidInputError(
                 "the batch has tensors inside of objects that cannot be copied; a captured step takes batches of "
@@ -113,9 +114,9 @@ class Buffers:
             )
 
     def load(self, batch: Any) -> None:
-        """Copies a batch in. Raises, before anything changes, `OtherShapesError` for one that other buffers would take,
-        and `InvalidInputError` for any other that does not fit."""
-        if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # in each replay of a service
+        """Copies a batch to the buffers. Raises, before anything changes, `OtherShapesError` if other buffers would
+        take it, and `InvalidInputError` if none would."""
+        if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # the usual case of a service
             self._copy(self._target((), batch), batch)
             return
         if self._load_alike(batch):
@@ -157,20 +158,20 @@ class Buffers:
             raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {dtype}")
 
     def _alike_shapes(self) -> list[torch.Size] | None:
-        """Those of a list or tuple of buffers on a GPU that are all alike, whose bytes are what is copied; None of any
-        other batch."""
+        """The shapes of a list or tuple of buffers on a GPU with one dtype, whose bytes can be copied as they are; None
+        for any other batch."""
         into = self.batch
         if type(into) not in (list, tuple) or self._gpu is None or len(into) < MANY or not self._are_distinct:
             return None
         if not all(isinstance(buffer, torch.Tensor) and buffer.dtype is into[0].dtype for buffer in into):
             return None
-        if into[0].dtype.is_floating_point or into[0].dtype.is_complex:  # may be views that negate or conjugate
+        if into[0].dtype.is_floating_point or into[0].dtype.is_complex:  # inputs may be views that negate or conjugate
             return None
         return [buffer.shape for buffer in into]
 
     def _load_alike(self, batch: Any) -> bool:
-        """Copies a batch in, where it is a list or a tuple of tensors that are all alike, in one launch and with few
-        questions; returns whether it did."""
+        """Copies a list or tuple of alike tensors to the buffers, in one launch and with few checks; returns False for
+        another batch."""
         into, shapes, gpu = self.batch, self._shapes, self._gpu
         if shapes is None or gpu is None or type(batch) is not type(into) or len(batch) != len(shapes):
             return False
@@ -185,7 +186,7 @@ class Buffers:
         return True
 
     def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a buffer that `tensor` fills. Raises where it does not fit."""
+        """The part of a buffer that `tensor` fills. Raises if it does not fit."""
         buffer = self._buffer[path]
         if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
             return buffer
@@ -197,7 +198,7 @@ class Buffers:
         )
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a copy of its bytes that fills its buffer."""
+        """Whether copying its bytes, on this GPU, fills its buffer."""
         gpu = self._gpu
         here = gpu is not None and tensor.get_device() == gpu.index and tensor.is_contiguous()
         return here and not tensor.is_conj() and not tensor.is_neg()
@@ -210,8 +211,8 @@ class Buffers:
 
 
 def waits_to_load(batch: Any) -> bool:
-    """Whether to copy a batch to a GPU is to wait for the current stream, as it may be for pageable memory of the host
-    beyond 64 KiB (CUDA C++ Programming Guide, "Concurrent Execution between Host and Device")."""
+    """Whether the host may wait for the current stream when it copies a batch to a GPU, as from pageable memory of more
+    than 64 KiB (CUDA C++ Programming Guide, "Concurrent Execution between Host and Device")."""
     return any(
         tensor.device.type == "cpu" and tensor.nbytes > SMALL and not tensor.is_pinned()
         for _, tensor in tensors_of(batch)

@@ -1,4 +1,4 @@
-"""The function that a captured step runs, and what is known of it before it is captured."""
+"""The function of a captured step, and what is known of it before the capture."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ from tieredemb.tables.sent_options import SentOptions
 from tieredemb.tables.table_set import NOT_BEGUN
 
 R = TypeVar("R")
-EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured
-DDP_STEPS = 11  # the same of what has DistributedDataParallel, by torch's notes on CUDA graphs
+EAGER_STEPS = 2  # on the buffers, before the capture: first uses, which allocate or compile, must not be captured
+DDP_STEPS = 11  # the same with DistributedDataParallel, by torch's notes on CUDA graphs
 
 
 class StepFunction(Generic[R]):
-    """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
-    `device`, of which tensors (`lookups`), and whether it `trains` any.
-    `eager_steps`: how many run on buffers before a capture · `number`: among those that ranks do together ·
-    `gains_ahead`: whether going ahead of its batch hides anything · `locks`: for replays, which plan, look up and
-    update, and for captures · `divisions`: of capacities that its caches share; of several ranks none, as each would
-    divide them at another step."""
+    """A user's function of a batch, and what a first batch has shown: the `modules` that it looks up in, on one
+    `device`, with which tensors (`lookups`), and whether it `trains` any. `eager_steps`: how many run on buffers before
+    a capture · `number`: of the step, on several ranks · `gains_ahead`: whether going ahead hides anything · `locks`:
+    for replays, which plan, look up and update, and for captures · `divisions`: of capacities that its caches share;
+    none on several ranks, as each would divide at another step."""
 
-    number = 0  # of one that no ranks agree on
+    number = 0  # without an agreement of ranks
 
     def __init__(
         self,
@@ -65,9 +64,9 @@ class StepFunction(Generic[R]):
         self._function = function
         self._leaves = Leaves(self.device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._torch_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose step it calls
+        self._torch_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose step() it calls
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
-        self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
+        self._wholes = [(placed, placed.now) for placed in wholes]  # a move replaces these
         self._trained_as = TrainedAs(self.modules)
         places = [engine.tables.placed.now for engine in self._engines]
         self._reports = [place.faults for place in places if place.faults is not None]
@@ -91,7 +90,7 @@ class StepFunction(Generic[R]):
         return list(dict.fromkeys(group.cache for group in groups if isinstance(group, DeviceGroup)))
 
     def _gains_ahead(self, forwards: Sequence[Forward]) -> bool:
-        """Whether rows come and go, or plans take the GPU longer than it takes the host to go ahead of a batch."""
+        """Whether rows move, or plans take the GPU longer than going ahead costs the host."""
         groups = [group for engine in self._engines for group in engine.tables.whole.groups]
         if any(len(group.resident) < len(group.space) for group in groups):
             return True
@@ -99,7 +98,7 @@ class StepFunction(Generic[R]):
         return sum(each.numel() for each in ids if isinstance(each, torch.Tensor)) >= LARGE
 
     def is_current(self) -> bool:
-        """Whether tables are where they were, and train if they did: what was captured counts on it."""
+        """Whether tables have not moved, and train as before, as a capture relies on."""
         for placed, place in self._wholes:
             if placed.now is not place:
                 return False
@@ -108,34 +107,33 @@ class StepFunction(Generic[R]):
         return self._alike == self._optimizers_alike()
 
     def _optimizers_alike(self) -> list[int]:
-        """Of the fused optimizers of tables that share a cache, which are alike, whose updates are one launch: the
-        number of the first one like each."""
+        """For each fused optimizer of tables that share a cache, the number of the first one with equal
+        hyperparameters: their updates are one launch."""
         first: dict[Hashable, int] = {}
         return [first.setdefault(each.alike(), number) for number, each in enumerate(self._fused)]
 
     def accumulates(self) -> bool:
-        """Whether gradients are being summed around the call, which a graph knows nothing of."""
+        """Whether the call is inside `accumulate()`, which a graph cannot take part in."""
         for engine in self._engines:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
             if engine.accumulates:
                 return True
         return False
 
     def __call__(self, batch: Any) -> R:
-        """Runs the function, its backward on this thread: which alone passes the locks that a capture holds, and needs
-        none of autograd's own, where another thread's backward may wait for them. Outside of captures too, as libraries
-        keep for each thread what they make at a first use."""
+        """Calls the function, with its backward on this thread: only this thread passes the locks that a capture holds,
+        and autograd's own threads may be busy with another backward that waits for these locks. The same outside of
+        captures, as libraries have state for each thread, made at its first use."""
         with torch.autograd.set_multithreading_enabled(False):
             return detached(self._function, batch)
 
     def run_observed(self, batch: Any) -> R:
-        """As a call, before a capture or in it, which needs to know the leaves of the backward and the step's
-        optimizers."""
+        """As a call, before or in a capture: observes the leaves of the backward and the optimizers of the step."""
         with self._leaves.observe(captured=torch.cuda.is_current_stream_capturing()), self._observe_optimizers():
             return self(batch)
 
     @contextlib.contextmanager
     def _observe_optimizers(self) -> Iterator[None]:
-        """Those of the last eager run are known: a step may have others than once before."""
+        """Notes the optimizers of the last eager run, as a step may change them."""
         thread = threading.get_ident()
         if not torch.cuda.is_current_stream_capturing():
             self._torch_optimizers.clear()
@@ -152,7 +150,7 @@ class StepFunction(Generic[R]):
 
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
-        """Ids beyond the last bag are what is left of longer batches, and no fault."""
+        """Inside, ids beyond the last bag are remains of longer batches, and no fault."""
         thread = threading.get_ident()
         for engine in self._engines:
             engine.ids_may_exceed_bags.add(thread)
@@ -163,8 +161,8 @@ class StepFunction(Generic[R]):
                 engine.ids_may_exceed_bags.discard(thread)
 
     def beside(self, run: Callable[[], R]) -> R:
-        """What `run` returns, on a stream of its own, as torch requires for the steps before a capture. The caller uses
-        the result on the current stream: `record_stream` keeps its memory until that stream has read it."""
+        """Calls `run` on a side stream, as torch requires for the steps before a capture; returns its result. The
+        caller uses that on the current stream: `record_stream` keeps its memory until that stream has read it."""
         current = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(current)
         try:
@@ -179,13 +177,13 @@ class StepFunction(Generic[R]):
 
     @contextlib.contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Captures what is launched inside, into the memory of the step's other graphs, of which one runs at a time.
-        Its caller holds `locks`, until a replay has done what the capture has put on the caches' books: another
-        thread's call would become part of the graph, or end it. Threads that use none of the caches, such as a loader's
-        that pins memory, may go on, but not wait for the whole device, as torch's `synchronize` does. What fails inside
-        leaves all as it was. Raises `UnsupportedError`, before anything is captured, where an earlier graph of
-        autograd's would end the capture, or a torch optimizer's step."""
-        self.before_replay()  # what the host has to say is said outside
+        """Captures the launches made inside, in the memory of the step's other graphs, of which one runs at a time. The
+        caller holds `locks` until a replay has done what the capture entered in the ledgers: another thread's call
+        would become part of the graph, or end it. Threads that use none of the caches, such as a loader's that pins
+        memory, may go on, but not wait for the whole device, as torch's `synchronize` does. A failure inside changes
+        nothing. Raises `UnsupportedError`, before anything is captured, if an earlier graph of autograd or a torch
+        optimizer's step would end the capture."""
+        self.before_replay()  # the host's part is done outside of the capture
         self._leaves.check_free()
         check_optimizers(self._torch_optimizers)
         captured = Capture(graph, self._captures, next((each.pool() for each in self._graphs), None))
@@ -194,7 +192,8 @@ class StepFunction(Generic[R]):
         self._graphs.add(graph)
 
     def before_replay(self) -> None:
-        """What the host does at a forward and at an update, which a replay is neither of."""
+        """Does the host's part of forward and update, which a replay does not do: raises reported errors, sends
+        options."""
         for report in self._reports:
             report.check(NOT_BEGUN)
         for reports in self._other_reports:
@@ -203,14 +202,14 @@ class StepFunction(Generic[R]):
         self._options.send()
 
     def after_capture(self) -> None:
-        """The caches go on from the current stream, where replays run, and not from the one that was captured."""
+        """Has the caches follow the current stream, where replays run, and not the captured one."""
         for cache in self.caches:
-            with cache.entered(checked=True):  # what was left for later is to come behind the first replay
+            with cache.entered(checked=True):  # deferred rows are filled after the first replay
                 pass
 
 
 def check_capturable(module: LookupModule, device: torch.device) -> None:
-    """Raises `UnsupportedError` for what no graph on `device` can hold."""
+    """Raises `UnsupportedError` for a module that no graph on `device` can contain."""
     if module.agreement is not None:
         module.agreement.check()
     config = module.tables.config

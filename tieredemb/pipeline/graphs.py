@@ -1,4 +1,4 @@
-"""Whole steps as one CUDA graph: captured from a function that the user wrote for eager steps, and replayed."""
+"""Whole steps as one CUDA graph: captured from a user's function for eager steps, and replayed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tieredemb.pipeline.summary import ACCUMULATES, FIRST, NO_GPU, OTHER_SHAPES,
 from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
-if TYPE_CHECKING:  # what captures is imported where there is a GPU
+if TYPE_CHECKING:  # modules that capture are imported only with a GPU
     from tieredemb.pipeline.captured import StepFunction
     from tieredemb.pipeline.forms import Forms
     from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
-MANY_EAGER = 16  # batches of other shapes that ranks run before they are told that none is captured
-AHEAD = 2  # batches that a step goes ahead: the rows of one come, while the other is planned
+MANY_EAGER = 16  # batches of other shapes after which ranks warn that none was captured
+AHEAD = 2  # batches that a step goes ahead: it fills the rows of one, and plans the other
 
 
 class GraphStep(Generic[R]):
@@ -46,23 +46,23 @@ class GraphStep(Generic[R]):
         self._function = step
         self._example = example_batch
         self._max_ids = max_ids
-        self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
-        self._forms: Forms[R] | None = None  # then, too
-        # finds out whether going ahead of the batches of a loop pays; of several ranks there is none: they always do
+        self._step: StepFunction[R] | None = None  # known once a first batch was observed
+        self._forms: Forms[R] | None = None  # the same
+        # finds out whether going ahead in a loop pays; several ranks have none: they always go ahead
         self._autotuner: Autotuner | None = None
-        self._agreement: Agreement | None = None  # where several ranks do the step together
+        self._agreement: Agreement | None = None  # if several ranks run the step
         self._summary = StepSummary()
 
     def summary(self) -> StepSummary:
-        """How its calls were run so far: how many were replayed, captured, and eager, and why those were."""
+        """How its calls were run so far: how many were replayed, captured and eager, and why the latter were."""
         return replace(self._summary, eager=self._summary.eager.copy())
 
     def __call__(self, batch: Any) -> R:
-        """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
-        does, its tensors detached."""
+        """Runs the step on `batch`: the first times by calling the function, then by replay. Returns what the function
+        returns, with its tensors detached."""
         step = self._step
         due = [] if step is None else [division for division in step.divisions if division.request_if_due()]
-        if due and not self._planned_from(batch):  # what is planned is used first
+        if due and not self._planned_from(batch):  # existing plans are used first
             self._drop_plans()
             for division in due:
                 division.divide()
@@ -72,7 +72,7 @@ class GraphStep(Generic[R]):
             step = None
         if step is None:
             return self._first(batch)
-        if CAPTURING and threading.get_ident() in CAPTURING:  # torch would know, in 1.3 µs of each replay
+        if CAPTURING and threading.get_ident() in CAPTURING:  # to ask torch takes 1.3 µs of each replay
             raise UnsupportedError(
                 "a captured step is called inside another one that is being captured, which cannot hold its replay; "
                 "call the function that it was made of there"
@@ -87,7 +87,7 @@ class GraphStep(Generic[R]):
             return self._among_ranks(self._agreement, step, forms, batch, loop)
         try:
             return self._run(forms, batch, loop, drains=bool(due))
-        except OtherShapesError:  # before anything was done
+        except OtherShapesError:  # nothing has changed yet
             pass
         if not forms.change(batch):
             return self._eagerly(step, batch, OTHER_SHAPES)
@@ -96,12 +96,12 @@ class GraphStep(Generic[R]):
     def _among_ranks(
         self, agreement: Agreement, step: StepFunction[R], forms: Forms[R], batch: Any, loop: Run[Any] | None
     ) -> R:
-        """The step of several ranks, whose graphs have the shapes of the first batch. Where a rank has a batch of other
-        shapes, all run the function; where one has more ids than there is room for, it makes more, and all do so until
-        they have captured anew."""
+        """The step of several ranks, whose graphs have the shapes of the first batch. If one rank has a batch of other
+        shapes, all run the function; if one has more ids than its buffers hold, it enlarges them, and all run the
+        function until they have captured anew."""
         try:
             is_known = bool(self._planned_from(batch)) or not forms.has_other_shapes(batch) or forms.grow(batch)
-            forms.ring(0 if loop is None else AHEAD)  # made here, where the other ranks learn of what fails
+            forms.ring(0 if loop is None else AHEAD)  # made here, where errors are announced to the other ranks
         except Exception as error:
             agreement.agree(0, error, step=step.number)
             raise
@@ -117,11 +117,11 @@ class GraphStep(Generic[R]):
                 f"make a new graph_step",
                 stacklevel=3,
             )
-        with step.on_buffers():  # as other ranks, whose batches are in buffers: all learn alike how many ids come
+        with step.on_buffers():  # as on other ranks, so that all count the same ids
             return step(batch)
 
     def _run(self, forms: Forms[R], batch: Any, loop: Run[Any] | None, *, drains: bool = False) -> R:
-        """Runs a batch that has the present form. Raises `OtherShapesError` for another one."""
+        """Runs a batch of the present form. Raises `OtherShapesError` for another form."""
         reach, most = (0, 0) if loop is None else self._reach(forms, batch, loop, drains=drains)
         ring = forms.ring(reach)
         try:
@@ -129,13 +129,13 @@ class GraphStep(Generic[R]):
         except Exception:
             if not (loop is not None and reach == 0 and ring.has_failed_to_capture and self._autotuner is not None):
                 raise
-            # nothing of the capture has happened: the loop goes on as before the trial, and tries no other way
+            # the capture had no effect: the loop continues as before the trial, without further trials
             self._autotuner = None
             return self(batch)
 
     def _take_planning_over(self, step: StepFunction[R], batch: Any) -> Run[Any] | None:
-        """The loop that fetches ahead and has handed the batch out, if the step may go ahead of it. Such a loop plans
-        nothing any more."""
+        """The loop that fetches ahead and has handed out the batch, if the step may go ahead of it. The step then plans
+        in place of the loop."""
         loop = running(batch)
         if loop is not None:
             if self._agreement is None and not step.gains_ahead:
@@ -146,9 +146,9 @@ class GraphStep(Generic[R]):
         return None
 
     def _reach(self, forms: Forms[R], batch: Any, loop: Run[Any], *, drains: bool) -> tuple[int, int]:
-        """How many batches the step goes ahead, in a loop that fetches ahead, and how many of the next ones it is
-        given. Where it does not pay to go ahead, there is no next batch of the same form, or it `drains`, those
-        that are planned are used first: none is planned twice. Several ranks always go ahead."""
+        """In a loop that fetches ahead: how many batches the step goes ahead, and how many of the next ones it is
+        given. If going ahead does not pay, the next batch has another form or there is none, or the step `drains`,
+        existing plans are used first, so that no batch is planned twice. Several ranks always go ahead."""
         autotuner, planned = self._autotuner, self._planned_from(batch)
         if not drains and (autotuner is None or autotuner.ahead):
             following = loop.following(1)
@@ -158,7 +158,7 @@ class GraphStep(Generic[R]):
             return AHEAD, planned - 1
         ahead = forms.ring_if_made(AHEAD)
         if ahead is not None:
-            ahead.drop_plans()  # of other batches than come now
+            ahead.drop_plans()  # they are of other batches
         return 0, 0
 
     def _planned_from(self, batch: Any) -> int:
@@ -167,13 +167,13 @@ class GraphStep(Generic[R]):
         return 0 if ahead is None else ahead.planned_from(batch)
 
     def _leave_loop(self) -> None:
-        """A loop that fetches ahead is over."""
+        """Called when a loop that fetches ahead is over."""
         self._drop_plans()
         if self._autotuner is not None:
             self._autotuner.leave()
 
     def _eagerly(self, step: StepFunction[R], batch: Any, why: str) -> R:
-        """The function itself, of a batch that no graph is for."""
+        """Calls the function for a batch that no graph takes. `why`: for the summary."""
         self._drop_plans()
         self._summary.eager[why] += 1
         return step(batch)
@@ -184,17 +184,17 @@ class GraphStep(Generic[R]):
             self._forms.drop_plans()
 
     def _forget(self) -> None:
-        """Tables have moved, or train that did not: all is captured anew."""
+        """Forgets all graphs, as tables have moved, or began or ceased to train."""
         self._drop_plans()
         self._step = self._forms = None
 
     def _first(self, batch: Any) -> R:
-        """Runs the function, and observes which modules look up which of the batch's tensors."""
+        """Calls the function, and observes which modules look up which of the batch's tensors."""
         forwards: list[Forward] = []
         thread = threading.get_ident()
 
         def observe(forward: Forward) -> None:
-            if threading.get_ident() != thread:  # somebody else's
+            if threading.get_ident() != thread:  # another thread's forward
                 return
             forwards.append(forward)
             if gpus := _gpus(forwards):
@@ -211,13 +211,13 @@ class GraphStep(Generic[R]):
         else:
             self._summary.eager[FIRST] += 1
             is_clear = all(part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor))
-            self._know(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))
+            self._prepare(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))
             if self._step is not None:
-                self._take_planning_over(self._step, batch)  # or the loop would plan the next batch in vain
+                self._take_planning_over(self._step, batch)  # else the loop would plan the next batch for nothing
         return result
 
-    def _know(self, batch: Any, forwards: list[Forward], *, is_clear: bool, has_ddp: bool) -> None:
-        """Goes on with what the first batch has shown, if that `is_clear`: one empty tensor is like another."""
+    def _prepare(self, batch: Any, forwards: list[Forward], *, is_clear: bool, has_ddp: bool) -> None:
+        """Prepares buffers and forms from the first batch, if that `is_clear`: empty tensors are all alike."""
         from tieredemb.pipeline.buffers import Buffers
         from tieredemb.pipeline.captured import DDP_STEPS, EAGER_STEPS, StepFunction
         from tieredemb.pipeline.forms import Forms
@@ -244,12 +244,12 @@ class GraphStep(Generic[R]):
 
 
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:
-    """What the ranks agree on, of the modules that a step looks up in, if several ranks do."""
+    """The agreement of the ranks, if a step looks up in sharded modules."""
     return next((each.module.agreement for each in forwards if each.module.agreement is not None), None)
 
 
 def check_agreed(forwards: Sequence[Forward], batch: Any) -> None:
-    """Raises `UnsupportedError` where ranks could not agree on a captured step before they replay it."""
+    """Raises `UnsupportedError` if ranks could not agree on a captured step before each replay."""
     shared = list(dict.fromkeys(each.module for each in forwards if each.module.agreement is not None))
     if len(shared) > 1:
         raise UnsupportedError(
@@ -264,7 +264,7 @@ def check_agreed(forwards: Sequence[Forward], batch: Any) -> None:
 
 @contextlib.contextmanager
 def observe_ddp() -> Iterator[list[torch.nn.Module]]:
-    """The modules of `DistributedDataParallel` whose forwards come inside."""
+    """Yields the modules of `DistributedDataParallel` whose forwards run inside."""
     found: list[torch.nn.Module] = []
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         yield found
@@ -287,39 +287,39 @@ def _gpus(forwards: list[Forward]) -> list[torch.device]:
 
 
 def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None) -> GraphStep[R]:
-    """Runs `step(batch)` as one CUDA graph: forward, backward and fused update of the tiered modules it uses, plan and
-    movement of rows included, dense layers and their optimizer.
+    """Runs `step(batch)` as one CUDA graph: forward, backward and fused update of the tiered modules it uses, including
+    plan and movement of rows, dense layers and their optimizer.
 
-    The first calls are the function itself, step after step as without a graph; then one is captured and all are
-    replays, which copy the batch into buffers and launch once. The numbers are those of the function. For batches that
-    `prefetch` hands out, the rows of the next one are fetched inside the step, and the one after that is planned, while
-    this one computes; so the loader is asked for two batches ahead. In one process steps are timed now and then, and go
-    ahead while that makes them faster; never where all rows are resident and a batch has less than 131,072 ids.
+    The first calls run the function eagerly; then a call is captured, and all later ones are replays, which copy the
+    batch into buffers and launch once. Results are those of the function. If batches come from `prefetch`, the step
+    fetches the rows of the next batch and plans the one after that while it computes this one; so it requests two
+    batches ahead from the loader. In one process steps are timed now and then, and go ahead only while that makes them
+    faster; never if all rows are resident and a batch has less than 131,072 ids.
 
-    Batches have one structure and the same dtypes. Ids (and per-sample weights) may differ in number where offsets name
-    the end of the last bag. A graph has room for those of the first batch, of `example_batch` (no step is run on it),
-    or for `max_ids`; for a batch with more the step is captured anew, with room for some more. Other shapes, as of a
-    smaller last batch, are run by the function once, and then have graphs of their own: eight shapes have some at a
-    time, and none goes ahead to a batch of other shapes. `summary()` counts what was replayed, and says why the rest
-    was not. What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in
-    `.grad`, so let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture:
-    learning rates of fused optimizers are sent to the GPU before each replay, all else that changes has to live there
-    (torch's `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
-    `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
-    must not wait for theirs.
+    Batches have one structure and the same dtypes. Ids (and per-sample weights) may differ in number if offsets include
+    the end of the last bag. A graph takes as many ids as the first batch, as `example_batch` (no step is run on it), or
+    `max_ids`; for a batch with more the step is captured anew, with some to spare. A batch of other shapes, as a
+    smaller last one, runs eagerly once, and then gets graphs of its own: eight shapes have graphs at a time, and no
+    step goes ahead to a batch of other shapes. `summary()` counts replays, and says why other calls were not replayed.
+    What the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`,
+    so let it step its optimizers. Python code, and all in a batch that is no tensor, is that of the capture: learning
+    rates of fused optimizers are sent to the GPU before each replay, all else that changes has to be on the GPU
+    (torch's `capturable=True`). A call runs eagerly while other batches are in flight, whose locked rows no replay can
+    know, and inside `accumulate()`. Other threads' calls of its modules wait while it is captured, so it must not wait
+    for theirs.
 
-    A step of several ranks, with a `ShardedTieredEmbeddingBagCollection`, is a graph where GPUs exchange by NCCL: every
-    call is a collective, in which all replay it or all run the function: on a batch of more ids than fit, after which
-    all capture a larger one, and on every batch of other shapes than the first. Ids are looked at before: a wrong one
-    is refused on all ranks at its own call. With `DistributedDataParallel` the first twelve calls are the function, as
-    torch asks for.
+    A step of several ranks, with a `ShardedTieredEmbeddingBagCollection`, is a graph if GPUs exchange by NCCL: every
+    call is a collective, in which all ranks replay it or all run the function: for a batch with too many ids, after
+    which all capture a larger graph, and for every batch of other shapes than the first. Ids are checked before: a
+    wrong one is refused on all ranks at its own call. With `DistributedDataParallel` the first twelve calls run the
+    function, as torch requires.
 
-    On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
-    graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU
-    (the message names the line), a torch optimizer that needs `capturable=True`; and where a loss that is kept from an
+    On the CPU, where there is nothing to capture, each call runs the function. Raises `UnsupportedError` for what no
+    graph can contain: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the
+    GPU (the message names the line), a torch optimizer that needs `capturable=True`; and if a loss that is kept from an
     eager step on the default stream would end the capture: `del` it, or keep `loss.detach()`. Raises
-    `InvalidInputError` for a batch of another structure or other dtypes. A capture that fails, by the function's own
-    errors too, leaves everything as it was: call again, or go on eagerly.
+    `InvalidInputError` for a batch of another structure or other dtypes. A failed capture, even by an error of the
+    function, changes nothing: call again, or continue eagerly.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
     >>> def step(ids):

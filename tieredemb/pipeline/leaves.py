@@ -1,10 +1,10 @@
 """The leaves of a step's backward: the parameters of dense layers, and what autograd remembers of them.
 
-Autograd adds to a parameter's `.grad` on the stream on which it first met the parameter, and remembers that for as long
-as any graph through the parameter is alive (torch's AccumulateGrad, which the parameter refers to weakly). A loss that
-is kept from an eager step so ties a capture to the default stream, which CUDA cannot capture. Nothing but an assignment
-to the parameter's `.data` makes autograd forget, and other threads may be computing with that: who keeps the graph has
-to let it go.
+Autograd adds to a parameter's `.grad` on the stream on which it first used the parameter, and remembers that as long as
+any graph through the parameter is alive (torch's AccumulateGrad, which the parameter references weakly). So a loss that
+is kept from an eager step ties a capture to the default stream, which CUDA cannot capture. Only an assignment to the
+parameter's `.data` makes autograd forget, and other threads may be computing with that: so the user has to drop the
+graph.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.step.autograd_grad import nodes_behind
 from tieredemb.step.program import BACKWARDS
 
-_STREAM = "tieredemb.stream"  # where a node's metadata, which live as long as it, say on which stream it runs
+_STREAM = "tieredemb.stream"  # key of a node's metadata, which live as long as it, for the stream it runs on
 DEFAULT_STREAM = 0  # its handle, on every device
 
 
 class Leaves:
-    """The tensors on `device` to whose `.grad` the backward of a step adds, as two eager runs have shown them."""
+    """The tensors on `device` to whose `.grad` the backward of a step adds, as observed in two eager runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._met: dict[int, weakref.ref[torch.Tensor]] = {}
-        # those met before the last run: others may be of that run alone, as a lookup's own leaf is
+        # seen before the last run: others may be of that run alone, as a lookup's own leaf
         self._known: list[weakref.ref[torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -43,12 +43,12 @@ class Leaves:
 
     @contextlib.contextmanager
     def observe(self, *, captured: bool = False) -> Iterator[None]:
-        """The step runs inside, its backward on this thread, and shows which leaves that reaches, and on which streams
-        those are that were known before. `captured`: is captured, and shows the streams alone."""
+        """Inside, the step runs, with its backward on this thread: observes the leaves that this reaches, and the
+        streams of leaves known before. `captured`: it is captured, and only streams are observed."""
         self._met = {number: leaf for number, leaf in self._met.items() if leaf() is not None}
         self._known = list(self._met.values())
         thread, passes = threading.get_ident(), set()
-        nodes: list[Any] = [get_gradient_edge(leaf).node for leaf in self]  # held, as the step is to find these
+        nodes: list[Any] = [get_gradient_edge(leaf).node for leaf in self]  # held, so that the step uses these nodes
         unknown = [node for node in nodes if _STREAM not in node.metadata]
         hooks = [node.register_prehook(_NotesStream(node.metadata, self._device)) for node in unknown]
 
@@ -68,7 +68,7 @@ class Leaves:
                 hook.remove()
 
     def check_free(self) -> None:
-        """Raises `UnsupportedError` where a graph that is still alive ties leaves to the default stream."""
+        """Raises `UnsupportedError` if a graph that is still alive ties leaves to the default stream."""
         held = [leaf for leaf in self if _runs_on(leaf) == DEFAULT_STREAM]
         if held:
             raise UnsupportedError(
@@ -83,7 +83,7 @@ class Leaves:
 
     @contextlib.contextmanager
     def grads_kept(self) -> Iterator[None]:
-        """What fails inside, of which nothing has run, leaves gradients as they were."""
+        """If a capture fails inside, of which nothing has run, restores the gradients."""
         grads = [(leaf, leaf.grad) for leaf in self]
         try:
             yield
@@ -97,7 +97,7 @@ class _NotesStream:
     """Notes the stream on which a node runs, in its `metadata`."""
 
     def __init__(self, metadata: dict[str, Any], device: torch.device) -> None:
-        self._metadata = metadata  # and not the node, which holds this
+        self._metadata = metadata  # not the node, which references this
         self._device = device
 
     def __call__(self, _: object) -> None:
@@ -105,9 +105,9 @@ class _NotesStream:
 
 
 def _runs_on(leaf: torch.Tensor) -> int | None:
-    """The stream on which autograd adds to the leaf's gradient, for as long as a graph is alive; None if none is. Where
-    no step has shown it, the graph is of an eager step outside, and taken to be the default stream's."""
-    _metadata(leaf).setdefault(_STREAM, DEFAULT_STREAM)  # gone with the node if nothing else holds that
+    """The stream on which autograd adds to the leaf's gradient, while a graph is alive; None if none is. If it was not
+    observed in a step, the graph is of an eager step outside, and assumed to be on the default stream."""
+    _metadata(leaf).setdefault(_STREAM, DEFAULT_STREAM)  # freed with the node if nothing else references it
     return _metadata(leaf).get(_STREAM)
 
 
@@ -116,7 +116,7 @@ def _metadata(leaf: torch.Tensor) -> dict[str, Any]:
 
 
 def _roots() -> list[Any]:
-    """The nodes at which the backward passes begin that this thread is inside of."""
+    """The nodes at which the backward passes begin that run on this thread."""
     frame: FrameType | None = sys._getframe()
     roots = list[Any]()
     while frame is not None:
@@ -128,9 +128,9 @@ def _roots() -> list[Any]:
 
 
 def _leaves_of(roots: list[Any], device: torch.device) -> Iterator[torch.Tensor]:
-    """The leaves on `device` that are reached from these nodes."""
+    """The leaves on `device` that these nodes reach."""
     for node in nodes_behind(roots):
         if type(node).__name__ != "AccumulateGrad" or node.variable.device != device:
             continue
-        if node.variable.numel():  # else nothing is added to it: a lookup's own leaf, which each call makes anew
+        if node.variable.numel():  # an empty one is a lookup's own leaf, new in each call
             yield node.variable

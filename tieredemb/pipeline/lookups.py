@@ -1,4 +1,4 @@
-"""Where the ids of a batch are that a model will look up: learned from an earlier batch, or named by the user."""
+"""Which tensors of a batch a model will look up: learned from an earlier batch, or named by the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tieredemb.tables.division import Division
 
 
 class LookupSpec(NamedTuple):
-    """A forward that will come, by its inputs. `trains`: whether a backward is expected."""
+    """A later forward, by its inputs. `trains`: whether a backward is expected."""
 
     module: LookupModule
     given: Given
@@ -32,8 +32,8 @@ class LookupSpec(NamedTuple):
 
 
 class Listener:
-    """Passes forwards, of any module and thread, to a method of who learns from them; stops once nobody has that any
-    more, as one that was interrupted."""
+    """Passes forwards, of any module and thread, to a method of the object that learns from them; stops once that
+    object is freed, as after an interrupt."""
 
     def __init__(self, observe: Callable[[Forward], object]) -> None:
         self._observe = weakref.WeakMethod(observe)
@@ -47,19 +47,19 @@ class Listener:
             observe(forward)
 
     def leave(self) -> None:
-        with contextlib.suppress(ValueError):  # it has left, or an interrupt came before it was there
+        with contextlib.suppress(ValueError):  # it is removed already, or an interrupt came before it was added
             LISTENERS.remove(self)
 
 
 class InBatch(NamedTuple):
-    """A tensor of a batch, or a `view` of one. `shape`: the one that it has to have, if not any."""
+    """A tensor of a batch, or a `view` of one. `shape`: the required shape; None for any."""
 
     path: Path
     view: View | None = None
     shape: torch.Size | None = None
 
     def of(self, batch: Any) -> torch.Tensor:
-        """The same of another batch. Raises what comes of one of another form."""
+        """The same tensor of another batch. Raises some error for a batch of another form."""
         found: torch.Tensor = resolve(batch, self.path)
         if self.view is not None:
             found = self.view.of(found)
@@ -73,14 +73,14 @@ Inputs = tuple[InBatch | torch.Tensor | Places, ...]
 
 @dataclass(frozen=True)
 class Learned:
-    """How the lookups of a model come from a batch: for each forward its module, its inputs, and whether it trains.
-    What was in no batch, offsets or the features' places, is taken to be the same each time, for ids of one shape."""
+    """How the lookups of a model follow from a batch: for each forward its module, its inputs, and whether it trains.
+    Inputs that were not in the batch, such as offsets, are assumed to stay the same for ids of one shape."""
 
     forwards: tuple[tuple[LookupModule, Inputs, bool], ...]
 
     @property
     def identity(self) -> list[Any]:
-        """Equal of lookups in the same tables by the same parts of a batch, where what was in none is the same tensor,
+        """Equal for lookups in the same tables by the same parts of a batch, if other inputs are the same tensors,
         unchanged."""
         return [
             (module, trains, [identity((part,)) if isinstance(part, torch.Tensor) else part for part in inputs])
@@ -101,8 +101,8 @@ class Learned:
 
 
 def learn(batch: Any, observed: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
-    """How the lookups `observed` came from `batch`, but for those of other ids (computed, or of another batch); and the
-    modules whose lookups all were such."""
+    """How the lookups `observed` follow from `batch`, without those of other ids (computed, or of another batch); and
+    the modules all of whose lookups had such ids."""
     tensors = _Inputs(batch)
     forwards = []
     for module, given, trains in observed:
@@ -110,7 +110,7 @@ def learn(batch: Any, observed: Sequence[LookupSpec]) -> tuple[Learned, list[Loo
         if ids is None:
             continue
         found = [part if place is None else place for place, part in zip(rest, given[1:], strict=True)]
-        if any(isinstance(part, torch.Tensor) for part in found):  # who cuts its offsets to size has others then
+        if any(isinstance(part, torch.Tensor) for part in found):  # offsets may be cut to size
             ids = ids._replace(shape=given[0].shape if isinstance(given[0], torch.Tensor) else None)
         forwards.append((module, (ids, *found), trains))
     found_for = [module for module, _, _ in forwards]
@@ -128,7 +128,7 @@ class _Inputs:
             self._alike.setdefault(identity((tensor,)), InBatch(path))
 
     def find(self, given: torch.Tensor | Places) -> InBatch | None:
-        """What in the batch a forward was given; None for other tensors."""
+        """The place in the batch of a forward's input; None if it is not there."""
         if not isinstance(given, torch.Tensor):
             return None
         alike = self._alike.get(identity((given,)))
@@ -163,7 +163,7 @@ class NamedLookups:
         ]
 
     def _is_input(self, named: Mapping[Any, Any]) -> bool:
-        """Whether it maps features to ids, for the only module, and not modules to inputs."""
+        """Whether the mapping is the input of the only module, from features to ids, and not from modules to inputs."""
         (name, module), *others = self._modules.items()
         return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(named)
 
@@ -190,8 +190,8 @@ def _inputs(module: LookupModule, value: Any) -> Given:
 
 
 def ages_of(lookups: Sequence[LookupSpec]) -> list[bool]:
-    """Of each of the forwards of one step whether its plan is of a later time than the plan before it: the first one of
-    those of tables that share a cache is."""
+    """For each forward of one step, whether its plan has a later time than the plan before: true for the first forward
+    of tables that share a cache."""
     ages, begun = [], set()
     for lookup in lookups:
         time = lookup.module.tables.step_time
@@ -201,6 +201,6 @@ def ages_of(lookups: Sequence[LookupSpec]) -> list[bool]:
 
 
 def divisions_of(modules: Iterable[LookupModule]) -> list[Division]:
-    """Of the capacities that caches of these modules share, each once."""
+    """The divisions of capacities that caches of these modules share, each once."""
     found = dict.fromkeys(module.tables.division for module in modules)
     return [division for division in found if division is not None]

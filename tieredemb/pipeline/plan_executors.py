@@ -1,5 +1,5 @@
-"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, and where rows pass through the
-host and that takes long, a thread."""
+"""Executors of plans that are made while a batch computes: on the CPU a thread; on a GPU a stream, and a thread if rows
+pass through the host and that takes long."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tieredemb.tables.table_set import Place
 
 
 class PlanExecutors:
-    """One for the modules of a device and kind, on which plans follow one another in the order of the batches. To be
-    closed."""
+    """One executor for the modules of each device and kind, which makes plans in the order of the batches. A context
+    manager."""
 
     def __init__(self, modules: Mapping[str, LookupModule]) -> None:
         self._modules = list(modules.values())
@@ -40,8 +40,8 @@ class PlanExecutors:
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookups: Sequence[LookupSpec], planned: list[PlannedGroup]) -> None:
-        """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
-        made. Those on a stream are planned in one go."""
+        """Begins to plan the forwards of a batch, `lookups`, and appends the plans to `planned`, so that after an
+        interrupt these are known. All plans on a stream are made in one go."""
         if not lookups:
             return
         with contextlib.ExitStack() as entered:
@@ -63,8 +63,8 @@ class PlanExecutors:
         return found[1]
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
-        """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
-        there. And what is to be called before the batch is used."""
+        """The batch, and a function to be called before it is used. If all tables of the model are on one GPU, tensors
+        in host memory are being copied there."""
         if self._copies is None:
             return batch, do_nothing
         batch, receive = self._copies.fetch(batch)
@@ -77,9 +77,9 @@ class PlanExecutors:
         return self
 
     def __exit__(self, *_: tuple[type[BaseException] | None, BaseException | None, TracebackType | None]) -> None:
-        """Waits for plans that are being made; but not while this thread has a lock that these may wait for, as where
-        Ctrl-C came when one was about to be given back, which the frames that it goes through then have. They are
-        dropped once they are made."""
+        """Waits for plans that are being made; but not while this thread holds a lock that they may wait for, as after
+        Ctrl-C just before a lock was released, which frames of the traceback still hold. Such plans are dropped once
+        they are made."""
         caches = {group.cache for module in self._modules for group in module.tables.groups}
         waits = not any(cache.is_held() for cache in caches)
         for executor in self._executors.values():
@@ -99,7 +99,7 @@ def _executor(device: torch.device, waits: bool) -> PlanExecutor:
 
 
 class ThreadExecutor(ThreadPoolExecutor, PlanExecutor):
-    """One thread: it waits for storage and copies rows while others compute."""
+    """One thread, which waits for storage and copies rows while other threads compute."""
 
     on_thread = True
 
@@ -115,10 +115,10 @@ class StreamExecutor(PlanExecutor):
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
-        # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
+        # a step waits for rows that move: their few blocks go before those of kernels that fill the GPU
         self.stream = stream or side_stream(device, -1)
-        self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
-        self.behind: torch.cuda.Stream | None = None  # what plans follow that are begun before they can be made
+        self.arrived: torch.cuda.Event | None = None  # after the batches copied so far
+        self.behind: torch.cuda.Stream | None = None  # a stream that plans wait for, if any
         self._caches: dict[Cache, None] = {}
         self._locks = Locks(())
 
@@ -127,14 +127,13 @@ class StreamExecutor(PlanExecutor):
         return _called(lambda: function(*args, **keywords))
 
     def wait_to_plan(self) -> None:
-        """The current stream waits for what plans are made behind."""
+        """Has the current stream wait for the stream `behind`."""
         if self.behind is not None:
             current_stream(self.device.index).wait_stream(self.behind)
 
     @contextlib.contextmanager
     def planning(self, lookups: Sequence[LookupSpec]) -> Iterator[Collection[Cache]]:
-        """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream, by those
-        caches."""
+        """Inside, this thread plans the forwards `lookups` in one go, on this stream; yields their caches."""
         if not lookups:
             yield ()
             return
@@ -145,7 +144,7 @@ class StreamExecutor(PlanExecutor):
         inputs = [part for lookup in lookups for part in lookup.given]
         # before the stream is used: a capture on another thread may have forked into it
         with self._locks.held():
-            self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
+            self.stream.wait_stream(current_stream(self.device.index))  # it may be writing the ids
             if self.arrived is not None:
                 self.arrived.wait(self.stream)
             with on_stream(self.stream), contextlib.ExitStack() as ahead:
@@ -156,14 +155,14 @@ class StreamExecutor(PlanExecutor):
 
 
 class WorkerExecutor(ThreadExecutor):
-    """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it.
+    """A thread that plans on a stream of a GPU, for plans that wait for storage.
 
-    Short plans run on the submitting thread, and are completed with the next plan, or when their forward comes: two
-    threads that launch at once hand the interpreter back and forth, and a plan of 1.5 ms takes 2.5 beside a step, which
-    is more than the thread saves.
+    Short plans run on the submitting thread, and are completed with the next plan, or by their forward: two threads
+    that launch at the same time compete for the interpreter, and a plan of 1.5 ms takes 2.5 beside a step, more than
+    the thread saves.
     """
 
-    QUICK = 0.004  # seconds, for the end of a plan and the beginning of the next
+    QUICK = 0.004  # seconds, to end a plan and begin the next
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class WorkerExecutor(ThreadExecutor):
         self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
         self._is_quick = True
-        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # planned on the submitting thread, and maybe incomplete
+        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # planned on the submitting thread, perhaps incomplete
         self._under_way: set[Future[Any]] = set()
 
     def wait_for_inputs(self) -> None:
@@ -191,7 +190,7 @@ class WorkerExecutor(ThreadExecutor):
                         arrived.wait(self.stream)
                     call = function(*args, **keywords)
                     if whole:
-                        call.complete()  # if that fails, the forward finds out
+                        call.complete()  # if that fails, the forward plans anew
                     return call
             finally:
                 self._is_quick = perf_counter() - start < self.QUICK
@@ -201,7 +200,7 @@ class WorkerExecutor(ThreadExecutor):
             if future.exception() is None:
                 self._begun.add(future.result())
             return future
-        for call in list(self._begun):  # or their forwards would wait for the thread's own plans
+        for call in list(self._begun):  # else their forwards would wait for the thread's plans
             call.complete()
         self._begun.clear()
         future = super().submit(lambda: run(whole=True))
@@ -211,7 +210,7 @@ class WorkerExecutor(ThreadExecutor):
 
 
 def _called(function: Callable[[], Any]) -> Future[Any]:
-    """The function's result or error, of a call at once."""
+    """Calls the function; returns its result or error."""
     try:
         return CompletedFuture(function())
     except Exception as error:
@@ -219,14 +218,14 @@ def _called(function: Callable[[], Any]) -> Future[Any]:
 
 
 class _Copies:
-    """Brings batches to a GPU, on a stream of their own."""
+    """Copies batches to a GPU, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.arrived: torch.cuda.Event | None = None  # comes once the last ones are there
+        self.arrived: torch.cuda.Event | None = None  # after the last batch was copied
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
-        """The batch on the device, or on its way there, and what is to be called before it is used."""
+        """The batch on the device, perhaps still being copied, and a function to be called before it is used."""
         if are_on_gpu(batch):
             return batch, do_nothing
         with torch.cuda.stream(side_stream(self._device)):
@@ -251,11 +250,11 @@ class _Copies:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """An object where its own `to` brings it; one without stays."""
+    """An object moved by its own `to`; without that, unchanged."""
     to = getattr(value, "to", None)
     if not callable(to):
         return value
     try:
         return to(device, non_blocking=True)
-    except TypeError:  # knows nothing of waiting
+    except TypeError:  # it has no `non_blocking`
         return to(device)

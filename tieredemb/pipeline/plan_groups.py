@@ -1,10 +1,10 @@
-"""Which forwards of a batch are planned as one, and what waits for them: those of tables that share a cache are, and of
-related pools, which have tables of other widths.
+"""Which forwards of a batch are planned as one: those of tables that share a cache, and of related pools, which have
+tables of other widths.
 
-A CPU's ids and offsets are checked with the plan. Where one table's are wrong it fails, and each forward then plans by
-itself and says so. What has weights of its samples, `max_norm` or maxima, or names the ends of its bags, is planned
-apart. Once batches have not fitted each other, as sequences beside single ids, those of tables whose batches did are
-planned as one from there on, whatever pools they are of.
+On a CPU, ids and offsets are checked with the plan. If those of one table are wrong, the plan fails; each forward then
+plans by itself, and raises. Forwards with per-sample weights, `max_norm`, maxima, or ends of bags by name are planned
+separately. Once batches do not fit each other, as sequences and single ids, only tables whose batches did fit are
+planned as one, whatever their pools.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from tieredemb.step.program import Call, CallContext
     from tieredemb.tables.table_set import Place, Placed, TableSet
 
-PlannedGroup = tuple[PlannedForwards, Planned]  # what was planned, and among what it waits
+PlannedGroup = tuple[PlannedForwards, Planned]  # a plan, and the plans among which it waits
 
 
 class PlanGroup:
-    """What one plan is of: several forwards, or a single one that has nobody to join. `positions`: theirs in a batch ·
-    `modules`: of whom, in the order of the tables · `pools`: of several the tables, by pool, and `starts`: where those
-    of each begin among them, and the first one."""
+    """The forwards of one plan: several, or a single one. `positions`: of the forwards in a batch · `modules`: of the
+    forwards, in the order of the tables · `pools`: of several forwards, the tables by pool · `starts`: for each pool
+    the position of its first table, and that table."""
 
     def __init__(self, positions: Sequence[int], modules: Sequence[LookupModule]) -> None:
         self.positions = positions
         self.modules = modules
-        self.several: list[TieredModule] = []  # where they are several
+        self.several: list[TieredModule] = []  # the modules, if there are several
         self.pools: list[tuple[Pool, tuple[int, ...]]] = []
         self.starts: list[tuple[int, Member]] = []
         if len(modules) > 1:
@@ -64,16 +64,16 @@ GroupLookups = tuple[PlanGroup, list[LookupSpec]]  # a group, and its forwards o
 
 
 class PlanGroups:
-    """The plan groups of batches, of which one is looked up in the modules in which the last one was."""
+    """The plan groups of batches, kept while each batch is looked up in the same modules as the last one."""
 
     def __init__(self) -> None:
         self._of: list[tuple[LookupModule, bool]] = []
-        self._where: list[tuple[Placed, weakref.ref[Place]]] = []  # the tables were then
-        self._related: list[tuple[Related, int]] = []  # and which of them had batches that fit each other
+        self._where: list[tuple[Placed, weakref.ref[Place]]] = []  # the places of the tables then,
+        self._related: list[tuple[Related, int]] = []  # and how often their related pools had been split
         self._groups: list[PlanGroup] = []
 
     def of(self, lookups: Sequence[LookupSpec]) -> list[GroupLookups]:
-        """Those of one batch, in the order of their first forwards."""
+        """The plan groups of one batch, in the order of their first forwards."""
         now = [(module, trains) for module, _, trains in lookups]
         is_other = now != self._of or False in [related.splits == splits for related, splits in self._related]
         if is_other or any(placed.now is not there() for placed, there in self._where):
@@ -87,7 +87,7 @@ class PlanGroups:
 
 
 def _grouped(forwards: Sequence[tuple[LookupModule, bool]]) -> list[PlanGroup]:
-    """The forwards that are planned as one."""
+    """Groups the forwards that can be planned as one."""
     groups: dict[Hashable, list[int]] = {}
     tables = set()
     for position, (module, trains) in enumerate(forwards):
@@ -102,14 +102,14 @@ def _grouped(forwards: Sequence[tuple[LookupModule, bool]]) -> list[PlanGroup]:
 
 
 def _place(module: LookupModule) -> tuple[int, int]:
-    """That of its pool among those related, and of its table there, if it has one."""
+    """The number of its pool among related pools, and of its table there, if it has one."""
     tables = module.tables
     return (tables.pool.order, tables.number) if isinstance(tables, Member) else (0, 0)
 
 
 def _alike(module: LookupModule, trains: bool) -> Hashable:
-    """What the forwards that a plan is of have alike; None for one that is planned by itself: where rows have to be
-    scaled before they are looked up, a backward asks for winners, or the host takes part."""
+    """A key that is equal for forwards that can be planned as one; None if this one cannot: rows are to be scaled
+    before the lookup, a backward needs winners of maxima, or the host takes part in the plan."""
     tables = module.tables
     if not isinstance(module, TieredModule) or not isinstance(tables, Member):
         return None
@@ -131,30 +131,30 @@ def plan_groups(
     done: list[PlannedGroup],
     memories: Sequence[Any] = (),
 ) -> None:
-    """Plans the plan groups of one batch ahead, and appends them to `done` one by one: an interrupt finds those that
-    were. `memories`: of each group in turn, where to plan."""
+    """Plans the plan groups of one batch ahead, and appends each to `done`, so that after an interrupt these are known.
+    `memories`: for each group in turn, the memory to plan into."""
     ages = iter(ages_of([lookup for _, lookups in groups for lookup in lookups]))
     for (group, lookups), memory in zip(groups, chain(memories, repeat(None)), strict=False):
-        its = list(islice(ages, len(lookups)))
+        ages_of_group = list(islice(ages, len(lookups)))
         if len(lookups) > 1:
-            kind = AHEAD._replace(ages=tuple([its[at] for at, _ in group.starts]))
+            kind = AHEAD._replace(ages=tuple([ages_of_group[at] for at, _ in group.starts]))
             if _plan_as_one(group, lookups, done, executor_of(group.modules[0]), kind, memory):
                 continue
-        for (module, given, trains), is_later in zip(lookups, its, strict=True):
-            kind, its_memory = AHEAD._replace(ages=is_later, trains=trains), memory if len(lookups) == 1 else None
-            planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=its_memory)
+        for (module, given, trains), advances in zip(lookups, ages_of_group, strict=True):
+            kind, own_memory = AHEAD._replace(ages=advances, trains=trains), memory if len(lookups) == 1 else None
+            planned = module.plan_ahead(executor_of(module), *given, kind=kind, memory=own_memory)
             done.append((module.planned, planned))
 
 
 def drop_all(planned: Sequence[PlannedGroup]) -> None:
-    """Drops what no forward has taken. Interrupted at one, it goes on with the others."""
+    """Drops plans that no forward has taken. If it is interrupted at one, the others are dropped all the same."""
     with ExitStack() as each:
         for among, waiting in planned:
             each.callback(among.drop, waiting)
 
 
 def plan_at_once(groups: Sequence[GroupLookups], done: list[PlannedGroup]) -> None:
-    """Plans those of several forwards, about to come, on the stream that is current, and appends them to `done`."""
+    """Plans groups of several forwards, just before these, on the current stream, and appends them to `done`."""
     for group, lookups in groups:
         if len(lookups) == 1:
             continue
@@ -179,9 +179,8 @@ def _plan_as_one(
     kind: PlanKind,
     memory: CallMemory | None,
 ) -> bool:
-    """Plans several forwards as one, and appends that to `done`; returns False where they do not fit together, or one
-    of them is wrong: each then finds out by itself. `kind`: how, but for whether a backward is expected, as the
-    lookups say."""
+    """Plans several forwards as one, and appends the plan to `done`; returns False if they do not fit together, or one
+    has wrong inputs: each then plans by itself. `kind`: how; whether a backward is expected comes from `lookups`."""
     from tieredemb.step.batch_form import BatchForm, may_join
     from tieredemb.step.engine import call_type
     from tieredemb.step.forwards import Forwards, context_of
@@ -199,7 +198,7 @@ def _plan_as_one(
     try:
         context = context_of(pools, first.options, make=False)
         form = None
-        ids = [its[0] for its in guards]
+        ids = [guard[0] for guard in guards]
         if context is not None and {*map(type, ids)} == {tuple}:  # tensors, all of them
             counts = [each[2].numel() for each in ids]
             form = context.forms.get(signature, counts, context.tables.placed.now)
@@ -214,7 +213,9 @@ def _plan_as_one(
         device = pools[0][0].placed.now.config.device
         call = call_type(device.type)(context, form.size, form)
         shared = Forwards(call, contexts)
-        trains = lookups[0].trains and any(module.is_trainable for module in modules)  # some may be frozen by now
+        trains = lookups[0].trains and any(
+            module.is_trainable for module in modules
+        )  # some modules may be frozen by now
         kind, may_exceed = kind._replace(trains=trains), first.engine.may_exceed_bags
 
         def plan() -> Call:
@@ -238,8 +239,8 @@ def _plan_as_one(
 
 
 def _split(group: PlanGroup, batches: Sequence[Batch]) -> None:
-    """Of tables whose `batches` do not fit each other, as sequences beside single ids, those are planned as one from
-    here on whose batches do."""
+    """The tables' `batches` do not fit each other, as sequences and single ids: from now on only tables whose batches
+    do are planned as one."""
     from tieredemb.step.batch_form import is_joinable
 
     if any(batch.size == 0 for batch in batches):

@@ -1,14 +1,13 @@
-"""Calls of a model whose tables are in related pools: what they will look up is planned as one when they begin, as
-`prefetch` plans it before they come. Two calls that look up alike show which of their arguments reach which tables;
-those after them are planned.
+"""Plans the lookups of a model's call as one when the call begins, if its tables are in related pools, as `prefetch`
+plans them ahead. Two calls with equal lookups show which of their arguments reach which tables; later calls are
+planned.
 
-The hooks are on the model, and on the innermost module that holds all tables. A forward takes its plan by the very
-tensors that it is given, as they are then, so a model that computes ids or changes its mind is right all the same. It
-is planned forward by forward once three calls did not look up what was planned for them; a call that shows that
-modules were taken out of the model is learned anew. Tensors of inference mode are left alone: they count no versions,
-so a change would go unnoticed, and what was there before be planned. What no forward has taken is dropped when the
-call ends, or by the next call where an interrupt has ended it. Where a loop or a captured step has planned, and where
-nothing could be planned as one, the hooks do nothing.
+The hooks are on the model, and on the innermost module that holds all tables. A forward takes its plan only for exactly
+its input tensors, unchanged, so a model that computes ids or changes its lookups gets right results all the same. After
+three calls with wasted plans, forwards are planned one by one; a call which shows that modules were removed from the
+model is learned anew. Tensors of inference mode are not planned: they have no versions, so a later change would go
+unnoticed. Plans that no forward has taken are dropped when the call ends, or after an interrupt by the next call. If a
+loop or a captured step has planned, or nothing could be planned as one, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from tieredemb.pipeline.plan_groups import PlanGroups, PlannedGroup, drop_all, p
 from tieredemb.step.planned_forwards import PlannedForwards
 from tieredemb.step.program import inside_backward
 
-# calls that did not look up what was planned for them, or as the one before: then nothing is planned any more
+# calls with wasted plans, or with other lookups than the one before: then nothing more is planned
 MOST_MISPREDICTIONS = 3
-# what torch notes of hooks, by their numbers
+# where torch keeps options of hooks, by their numbers
 _NOTES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-MOST_OBSERVED = 1000  # lookups that one call is learned from
+MOST_OBSERVED = 1000  # lookups of one call that are learned from
 
 
 def plan_calls(model: nn.Module) -> None:
-    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables in related pools are
-    planned as one; where there are none, nothing is planned."""
+    """Has the calls of `model` planned by hooks, from the third one on. Only lookups of tables in related pools are
+    planned as one; if there are none, nothing is planned."""
     if not any(isinstance(getattr(hook, "__self__", None), PlannedCalls) for hook in model._forward_hooks.values()):
         calls = PlannedCalls()
         model.register_forward_pre_hook(calls.before, with_kwargs=True)
@@ -48,7 +47,7 @@ def plan_calls(model: nn.Module) -> None:
 
 
 def plan_no_calls(model: nn.Module) -> None:
-    """Undoes `plan_calls` of a model and of all modules in it."""
+    """Undoes `plan_calls` for a model and all modules in it."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             ours = [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), PlannedCalls)]
@@ -58,7 +57,7 @@ def plan_no_calls(model: nn.Module) -> None:
 
 
 class Mode(NamedTuple):
-    """What a model may do something else in: whether it trains, whether gradients are wanted, and where it is."""
+    """The state that a model's lookups may depend on: whether it trains, whether gradients are wanted, its device."""
 
     training: bool
     differentiable: bool
@@ -67,9 +66,9 @@ class Mode(NamedTuple):
 
 @dataclass
 class _Pattern:
-    """What the calls of a model look up in one mode. `lookups`: as the last one that was learned from has shown, if any
-    · `is_sure`: whether the one before has shown the same · `groups`, `planned`: of what is planned, and among what its
-    forwards wait · `mispredictions`: how many calls then did something else · `is_over`: whether nothing more is
+    """What the calls of a model look up in one mode. `lookups`: learned from the last observed call, if any ·
+    `is_sure`: whether the call before looked up the same · `groups`: how forwards are grouped · `planned`: where their
+    plans wait · `mispredictions`: how many calls then did something else · `is_over`: whether nothing more is
     planned."""
 
     lookups: Learned | None = None
@@ -80,30 +79,30 @@ class _Pattern:
     is_over: bool = False
 
     def mispredicted(self) -> None:
-        """A call has not looked up what was planned for it, or as the one before."""
+        """Called when a call has not looked up what was planned for it, or the same as the one before."""
         self.mispredictions += 1
         if self.mispredictions == MOST_MISPREDICTIONS:
             self.end()
 
     def end(self) -> None:
-        """Nothing more is planned."""
+        """Ends planning for this mode."""
         self.forget()
         self.is_over = True
 
     def forget(self) -> None:
-        """It is learned anew, and keeps no module alive meanwhile."""
+        """Forgets what was learned, and so keeps no module alive."""
         self.lookups, self.is_sure, self.groups, self.planned = None, False, PlanGroups(), set()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether all of its modules are yet in the model."""
+        """Whether all of its modules are still in the model."""
         modules = set(model.modules())
         return self.lookups is None or all(module in modules for module, _, _ in self.lookups.forwards)
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call that is under way. `planned`: for it · `observed`: its lookups, if it is learned from: those that its
-    `thread` makes in `modules`."""
+    """A call that is running. `planned`: its plans · `observed`: its lookups, if these are to be learned: those that
+    its `thread` makes in `modules`."""
 
     pattern: _Pattern
     planned: list[PlannedGroup] = field(default_factory=list)
@@ -118,7 +117,7 @@ class _Call:
         self.observed, self.listener = [], Listener(self.observe)
 
     def observe(self, forward: Forward) -> None:
-        """A forward has come, of any module and thread."""
+        """Called for each forward, of any module and thread."""
         if self.observed is None or self.listener is None:
             return
         if len(self.observed) == MOST_OBSERVED:
@@ -127,19 +126,19 @@ class _Call:
             self.observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 
     def leave(self, model: nn.Module) -> None:
-        """It has ended, in whatever way."""
+        """Called when the call has ended, in whatever way."""
         if self.listener is not None:
             self.listener.leave()
         left = any(each.left for _, each in self.planned)
         drop_all(self.planned)
-        if left and not self.pattern.is_of(model):  # which was built otherwise since
+        if left and not self.pattern.is_of(model):  # its modules have changed
             self.pattern.forget()
         elif left:
             self.pattern.mispredicted()
 
 
 class PlannedCalls:
-    """The hooks of one model. `_patterns`: of its calls in each mode."""
+    """The hooks of one model. `_patterns`: for each mode, of its calls."""
 
     def __init__(self) -> None:
         self._patterns: dict[Mode, _Pattern] = {}
@@ -147,18 +146,18 @@ class PlannedCalls:
         self._table: weakref.ref[LookupModule] | None = None
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call begins."""
+        """Hook before a call."""
         if not torch.compiler.is_compiling():
             self._begin(model, (args, kwargs))
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """It has ended well."""
+        """Hook after a call without an exception."""
         call = getattr(self._now, "call", None)
         if call is not None and call.observed is not None and not torch.compiler.is_compiling():
             self._learn((args, kwargs))
 
     def ended(self, model: nn.Module, *_: object) -> None:
-        """It has ended, if with an exception."""
+        """Hook after any call."""
         if not torch.compiler.is_compiling():
             self._leave(model)
 
@@ -179,7 +178,7 @@ class PlannedCalls:
             self._now.call.listen(model)
             return
         for planned in pattern.planned:
-            if planned.waiting:  # by a loop that fetches ahead, or a captured step
+            if planned.waiting:  # plans of a loop that fetches ahead, or of a captured step
                 return
         lookups = _looked_up(pattern, given)
         if lookups:
@@ -194,12 +193,12 @@ class PlannedCalls:
             return
         tensors = [part for lookup in call.observed for part in lookup.given if isinstance(part, torch.Tensor)]
         if not tensors or any(part.numel() == 0 for part in tensors):
-            return  # one empty tensor is like another
+            return  # empty tensors cannot be distinguished
         pattern = call.pattern
         try:
             lookups = learn(given, call.observed)[0]
-            is_shared = any(len(its) > 1 for _, its in PlanGroups().of(lookups(given)))
-        except Exception:  # arguments that nothing can be learned of are no fault of the call
+            is_shared = any(len(members) > 1 for _, members in PlanGroups().of(lookups(given)))
+        except Exception:  # the call is right even if nothing can be learned from its arguments
             pattern.end()
             return
         if not is_shared:
@@ -218,12 +217,12 @@ class PlannedCalls:
             call.leave(model)
 
     def _reads_in_place(self) -> bool:
-        """Whether lookups without gradient need no plan, as the first table tells; those that do plan one by one."""
+        """Whether lookups without gradient need no plan, by the first table; tables that need one plan one by one."""
         table = None if self._table is None else self._table()
         return table is not None and table.tables.placed.now.are_read_in_place
 
     def _device(self, model: nn.Module) -> torch.device | None:
-        """Of its tables."""
+        """The device of its tables."""
         table = None if self._table is None else self._table()
         if table is None:
             table = next((part for part in model.modules() if isinstance(part, LookupModule)), None)
@@ -231,17 +230,17 @@ class PlannedCalls:
         return None if table is None else table.tables.placed.now.config.device
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a copy learns by itself, of its own tables
+        return type(self), ()  # a copy learns by itself, from its own tables
 
 
 def _looked_up(pattern: _Pattern, given: Any) -> list[LookupSpec]:
-    """What a call of arguments `given` will look up; nothing of such as are of another form, or of tensors that do not
-    tell when they are changed before they are looked up, as those do not that were made in inference mode."""
-    if pattern.lookups is None:  # another thread has just forgotten them
+    """What a call with the arguments `given` will look up; empty if they have another form, or contain tensors of
+    inference mode, whose changes before the lookup would go unnoticed."""
+    if pattern.lookups is None:  # another thread forgot them just now
         return []
     try:
         lookups = pattern.lookups(given)
-    except Exception:  # whatever objects are among them
+    except Exception:  # arguments may be any objects
         return []
     tensors = {id(part): part for lookup in lookups for part in lookup.given if isinstance(part, torch.Tensor)}
     for tensor in tensors.values():

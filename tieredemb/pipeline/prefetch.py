@@ -1,8 +1,8 @@
-"""Fetching ahead: while a batch computes, the rows of the next ones come.
+"""Fetching ahead: while a batch computes, the rows of the next ones are fetched.
 
-A batch is planned from its ids before its forward, which finds its plan by the tensors that it is given
-(`step.planned_forwards`). Plans follow one another in the order of the batches. A row that a batch in flight uses does
-not move, and an update changes it where it is: what a later forward reads is never stale.
+A batch is planned from its ids before its forward, which finds its plan by its input tensors
+(`step.planned_forwards`). Plans are made in the order of the batches. A row that a batch in flight uses does not move,
+and an update changes it in place: no later forward reads a stale row.
 """
 
 from __future__ import annotations
@@ -88,21 +88,21 @@ class Prefetch(Generic[B]):
 def prefetch(
     loader: Iterable[B], model: nn.Module, depth: int = 1, *, ids_of: Callable[[B], Any] | None = None
 ) -> Prefetch[B]:
-    """Goes through the batches of `loader` and has the rows of the next `depth` ones planned and fetched while one
-    computes; numbers are those of the loop without it, bit for bit.
+    """Iterates over the batches of `loader`, and plans and fetches the rows of the next `depth` ones while one
+    computes; results are those of the loop without it, bit for bit.
 
-    `loader`: any iterable of batches, which must not change once they were handed on; where all tables are on one GPU
+    `loader`: any iterable of batches, which must not change once they were yielded; if all tables are on one GPU,
     batches in host memory are copied there, from pinned memory without waiting · `model`: holds the tiered modules ·
-    `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very tensors, or
-    what a collection takes by name; a list of such for several forwards; for several tiered modules a mapping
-    from them, or from their names, to these. Without it the first batch shows which of its tensors reach which module,
-    and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
+    `ids_of`: a function that returns what a batch's forwards will look up: ids or (ids, offsets), the very tensors, or
+    what a collection takes by name; a list of such for several forwards; for several tiered modules a mapping from
+    them, or from their names, to these. Without it the first batch shows which of its tensors reach which module, and
+    fetching ahead starts with the second; ids that the model computes cannot be guessed, and cause a warning.
 
-    Where the host is what the loop waits for, nothing can be hidden: steps on a GPU, over tiers that its kernels reach,
-    are timed now and then, of several ranks on the first, and planned ahead while that makes them faster. Backward
-    passes inside of the loop run on its thread, if one GPU has the whole model, and not on autograd's. Plans ahead
-    lock rows: those of `depth` batches more than without. Leaving the loop drops them. An exception of the loader
-    comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time. Raises
+    If the loop is bound by the host, nothing can be hidden: so steps on a GPU, over tiers that its kernels reach, are
+    timed now and then, of several ranks on the first, and planned ahead only while that makes them faster. Backward
+    passes inside the loop run on its thread, not on autograd's, if one GPU has the whole model. Plans ahead lock the
+    rows of `depth` more batches. Leaving the loop drops them. An exception of the loader is raised at its batch.
+    Returns an iterable with the length of `loader`, for any number of loops, one at a time. Raises
     `ConfigError`.
 
     >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1)), nn.Linear(4, 1))
@@ -113,7 +113,7 @@ def prefetch(
 
 
 def autotuner_of(modules: Iterable[LookupModule], depth: int) -> Autotuner | SharedAutotuner | None:
-    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
+    """Finds out whether planning ahead pays: if all plans are launches on one GPU, which cost only host time."""
     given = list(modules)
     kinds = {kind_of(module) for module in given}
     agreements = [module.agreement for module in given if module.agreement is not None]
@@ -130,7 +130,7 @@ def _waits(module: LookupModule) -> bool:
 
 
 class _Fetched(Generic[B]):
-    """A batch, or what the loader raised in its place; its plans, once there are any."""
+    """A batch, or the exception of the loader in its place; and its plans, once there are any."""
 
     def __init__(
         self,
@@ -140,20 +140,20 @@ class _Fetched(Generic[B]):
         error: BaseException | None = None,
     ) -> None:
         self.batch = batch
-        self.receive = receive  # to be called before the batch is used, on each stream that uses it
-        self.is_received = False  # by the step that it is one of the next batches for
+        self.receive = receive  # called before the batch is used, on each stream that uses it
+        self.is_received = False  # by a step that goes ahead to it
         self.error = error
         self.planned: list[PlannedGroup] = []
 
     def drop(self, *, wait: bool = False) -> int:
-        """Drops the plans that no forward took; returns how many were made in vain. `wait`: until these are made,
-        and it is known whether they fail."""
+        """Drops the plans that no forward took; returns how many plans were wasted. `wait`: until these are made, and
+        it is known whether they fail."""
         planned, self.planned = self.planned, []
         return sum(among.drop(each, wait=wait) for among, each in planned)
 
 
 class Run(Generic[B]):
-    """One loop over the batches. `named`: what a batch's forwards look up, where the user has named it."""
+    """One loop over the batches. `named`: what a batch's forwards look up, if the user has named it."""
 
     def __init__(
         self, prefetch: Prefetch[B], executors: PlanExecutors, named: Callable[[B], list[LookupSpec]] | None
@@ -163,21 +163,21 @@ class Run(Generic[B]):
         self._prefetch = prefetch
         self._executors = executors
         self._divisions = divisions_of(prefetch.modules.values())
-        # a captured step that plans by itself again takes the loop over with its first batch: plans before are in vain
+        # such a model's captured step takes over planning with its first batch: earlier plans would be wasted
         self._lookups = None if prefetch.model in _LEFT_TO_STEPS else named
-        self._planners: list[Callable[[], object]] = []  # drop what captured steps have planned in place of this loop
-        self.requested_ahead = 0  # how many of the next batches such a step is given
+        self._planners: list[Callable[[], object]] = []  # drop the plans of captured steps, in place of this loop
+        self.requested_ahead = 0  # how many of the next batches such a step requests
         self._current: _Fetched[B] | None = None
-        self._observed: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
+        self._observed: list[LookupSpec] = []  # forwards of the current batch, while lookups are learned from it
         self._listener: Listener | None = None
         self._warned = False
         for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _running())):
-            planned.drop_all()  # plans of a loop whose end was interrupted
+            planned.drop_all()  # plans that remain of a loop whose end was interrupted
         self._listen(named is None and prefetch.depth > 0)
         _RUNNING.append(weakref.ref(self))
 
     def fetch(self, source: Iterator[B]) -> bool:
-        """Queues the next batch and begins to plan it; returns whether that was the last."""
+        """Queues the next batch and begins to plan it; returns True at the end of the batches."""
         try:
             fetched: _Fetched[B] = _Fetched(*self._executors.fetch(next(source)))
         except StopIteration:
@@ -190,7 +190,7 @@ class Run(Generic[B]):
         return False
 
     def hand_out(self) -> B:
-        """The next batch; raises what the loader raised in its place."""
+        """The next batch; raises the exception of the loader in its place."""
         self._current = current = self.queue.popleft()
         if current.error is not None:
             raise current.error
@@ -200,7 +200,7 @@ class Run(Generic[B]):
         return current.batch
 
     def finish(self) -> None:
-        """The batch handed out has been used."""
+        """Called when the batch that was handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
         if self._lookups is None and self.named is not None:
@@ -220,7 +220,7 @@ class Run(Generic[B]):
             )
         tensors = (part for lookup in self._observed for part in lookup.given if isinstance(part, torch.Tensor))
         if any(part.numel() == 0 for part in tensors):
-            self._observed.clear()  # one empty tensor is like another
+            self._observed.clear()  # empty tensors cannot be told apart
         if self._lookups is None and self._observed:
             self._lookups, unknown = learn(current.batch, self._observed)
             self._listen(False)
@@ -237,11 +237,11 @@ class Run(Generic[B]):
                 self._plan(fetched)
 
     def has_handed_out(self, batch: Any) -> bool:
-        """Whether this very batch is the one in use."""
+        """Whether this very object is the batch in use."""
         return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
 
     def following(self, most: int) -> list[B]:
-        """The batches that will be handed out next, as far as they are there already, `most` of them at most."""
+        """The batches to be handed out next, as far as they are queued, at most `most`."""
         following: list[B] = []
         for fetched in itertools.islice(self.queue, most):
             if fetched.error is not None:
@@ -253,8 +253,8 @@ class Run(Generic[B]):
         return following
 
     def leave_planning_to(self, drop_plans: Callable[[], object], ahead: int) -> None:
-        """A captured step plans the batches by itself, up to `ahead` ones. `drop_plans` is called when the loop is
-        left."""
+        """Leaves planning to a captured step, which plans up to `ahead` batches by itself. `drop_plans` is called when
+        the loop is left."""
         if drop_plans in self._planners:
             return
         self.requested_ahead = max(self.requested_ahead, ahead)
@@ -272,7 +272,7 @@ class Run(Generic[B]):
 
     def close(self) -> None:
         """Drops all plans that no forward took."""
-        with contextlib.ExitStack() as each:  # one that is interrupted keeps no other from its end
+        with contextlib.ExitStack() as each:  # if one is interrupted, the others run all the same
             each.callback(self._drop_all)
             for drop_plans in self._planners:
                 each.callback(drop_plans)
@@ -292,13 +292,13 @@ class Run(Generic[B]):
             return
         for division in self._divisions:
             if division.request_if_due():
-                return  # a forward that nothing was planned for divides the capacity, once those before it are over
+                return  # an unplanned forward divides the capacity, once earlier batches are over
         try:
             lookups = self._lookups(fetched.batch)
         except Exception as error:
             if not isinstance(self._lookups, Learned):
-                fetched.error = error  # the user's function has failed; it comes at its batch
-            return  # a batch of another form than the one that was learned from plans when its forward comes
+                fetched.error = error  # the user's function has failed: raised at its batch
+            return  # a batch of another form than the learned one is planned at its forward
         self._executors.plan(lookups, fetched.planned)
 
     def _listen(self, on: bool) -> None:
@@ -308,7 +308,7 @@ class Run(Generic[B]):
             self._listener.leave()
 
     def observe(self, forward: Forward) -> None:
-        """A forward has come, of any module and thread."""
+        """Called for each forward, of any module and thread."""
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
             self._observed.append(LookupSpec(forward.module, forward.given, forward.trains))
 
@@ -317,8 +317,8 @@ def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:
     return {module.planned for module in prefetch.modules.values()}
 
 
-_LEFT_TO_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for whose loops captured steps have planned
-_RUNNING: list[weakref.ref[Run[Any]]] = []  # one whose beginning was interrupted goes when nobody has it
+_LEFT_TO_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose captured steps plan for their loops
+_RUNNING: list[weakref.ref[Run[Any]]] = []  # weak: one whose start was interrupted disappears
 
 
 def _running() -> list[Run[Any]]:
@@ -326,12 +326,12 @@ def _running() -> list[Run[Any]]:
 
 
 def _leave(run: Run[Any]) -> None:
-    """The loop is over."""
+    """Removes a loop that is over."""
     _RUNNING[:] = [known for known in _RUNNING if known() not in (None, run)]
 
 
 def running(batch: Any) -> Run[Any] | None:
-    """The loop that fetches ahead and has handed this very batch out, if any."""
+    """The loop that fetches ahead and has handed out this very object, if any."""
     if not _RUNNING:
         return None
     return next((run for run in reversed(_running()) if run.has_handed_out(batch)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-# why a call ran the function itself
+# why a call ran the function
 FIRST = "the first batch, which shows what the function looks up"
 WARM_UP = "warm-up before a capture"
 NOTHING_AHEAD = (
@@ -22,7 +22,7 @@ ACCUMULATES = "inside accumulate()"
 @dataclass
 class StepSummary:
     """How the calls of a captured step were run. `replayed`: by replays · `captured`: captured, and then replayed for
-    the first time · `eager`: as the function itself, how many for each reason."""
+    the first time · `eager`: by calling the function, how many for each reason."""
 
     replayed: int = 0
     captured: int = 0

@@ -1,5 +1,5 @@
-"""Whether modules train as they did when a step was captured: asked of all as one, in a fraction of the time that each
-of many tables takes, as each replay asks."""
+"""Whether modules still train as they did when a step was captured. Each replay checks this, so it is checked for all
+tables at once, in a fraction of the time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
 
 
 class TrainedAs:
-    """What `modules` did when it was made."""
+    """Whether each of `modules` trained when this was made."""
 
     def __init__(self, modules: Sequence[LookupModule]) -> None:
         self._modules = [(module, module.is_trainable) for module in modules]
-        self._look()
+        self._note_parameters()
 
-    def _look(self) -> None:
-        """What tells that all is as it is, of those that follow a torch optimizer: the parameters of their tables,
-        where these are among the module's, by whether they want gradients."""
+    def _note_parameters(self) -> None:
+        """Notes the parameters of tables that follow a torch optimizer and train: it is enough to check that these are
+        still the module's, and require gradients."""
         self._tables: list[tuple[dict[str, Any], str, TableParameter]] = []
         self._others = []
         for module, trains in self._modules:
@@ -31,17 +31,17 @@ class TrainedAs:
                 self._others.append((module, trains))
 
     def is_still_so(self) -> bool:
-        """Whether they do now."""
+        """Whether they train as before."""
         if any(parameters.get(name) is not each for parameters, name, each in self._tables):
-            return self._ask()
+            return self._check_each()
         with PLAIN():
             if not all(REQUIRES_GRAD(each) for _, _, each in self._tables):
-                return self._ask()
+                return self._check_each()
         return all(module.is_trainable is trains for module, trains in self._others)
 
-    def _ask(self) -> bool:
-        """Each by itself."""
+    def _check_each(self) -> bool:
+        """Checks each module by itself."""
         if any(module.is_trainable is not trains for module, trains in self._modules):
             return False
-        self._look()
+        self._note_parameters()
         return True

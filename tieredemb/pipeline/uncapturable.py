@@ -1,4 +1,4 @@
-"""What a failed capture says to the user: which line of the step no CUDA graph can hold, why, and what to do."""
+"""The message after a failed capture: which line of the step no CUDA graph can contain, why, and what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAITS = (
 GENERATOR = (
     "random numbers are drawn from a generator of the step's own, which a replay would not advance; use torch's default"
 )
-# what errors say, those of CUDA (cudaErrorStreamCapture…) and of torch, to why that is and what to do
+# from texts in errors of CUDA (cudaErrorStreamCapture…) and torch to the reason and what to do
 REASONS = {
     "not permitted when stream is capturing": WAITS,
     "unless the CPU tensor is pinned": (
@@ -54,12 +54,12 @@ REASONS = {
 
 
 class NotCapturableError(UnsupportedError):
-    """A step calls a torch optimizer that no CUDA graph can hold as it was built."""
+    """A step calls a torch optimizer that no CUDA graph can contain as it was built."""
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises `NotCapturableError`, before anything is captured, for an optimizer of a step that torch refuses to
-    capture as it was built. Its option is the user's to pass: the numbers are rounded otherwise then."""
+    """Raises `NotCapturableError`, before anything is captured, if torch refuses to capture an optimizer of the step as
+    it was built. The user has to pass the option, as it changes how numbers are rounded."""
     # by name, as a traceback that is kept would keep an optimizer alive
     for name, groups in [(type(each).__name__, _not_capturable(each)) for each in optimizers]:
         if groups:
@@ -76,9 +76,9 @@ def _not_capturable(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def explain(error: BaseException) -> None:
-    """Raises `UnsupportedError` for an error that is the capture's own; else it is the user's, and to be raised as it
-    is. To be called where the error is caught by `except`: out of a generator's context manager, or an `ExitStack`,
-    what is raised instead would come in a cycle, which keeps the step's batch in flight until it is collected."""
+    """Raises `UnsupportedError` for an error of the capture; an error of the user is to be raised unchanged. Called in
+    an `except` block: raised from a generator's context manager, or an `ExitStack`, the new error would be in a
+    reference cycle, which keeps the step's batch in flight until it is collected."""
     text = str(error)
     reason = next((reason for text_of_torch, reason in REASONS.items() if text_of_torch in text), None)
     if reason is not None and isinstance(error, RuntimeError) and not isinstance(error, TieredEmbError):
@@ -88,7 +88,7 @@ def explain(error: BaseException) -> None:
 
 
 def _line(error: BaseException) -> str | None:
-    """The last line of the user's that an error came through."""
+    """The last line of the user's code in the traceback of an error."""
     libraries = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
     inside = [frame for frame in frames if os.path.basename(frame.filename) != "contextlib.py"]

@@ -1,5 +1,5 @@
-"""What a model takes of a batch's tensors before it looks up: columns, slices, the same numbers in another shape. Found
-by where these lie in memory, and taken again of another batch."""
+"""Views of a batch's tensors that a model looks up: columns, slices, other shapes. They are found by their addresses
+and strides, and taken again from another batch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tieredemb.step.planned_forwards import identity
 
 @dataclass(frozen=True)
 class View:
-    """`takes`: of each dimension in turn an index, or where a slice begins and how long it is; None: all of it ·
-    `sizes`: what dimensions have to measure of which not all is taken, 0 for any · `shape`: of all of it, with -1 for
-    the samples; empty where it stays."""
+    """`takes`: for each dimension an index, or the start and length of a slice; None: all of it · `sizes`: the required
+    size of dimensions of which not all is taken, 0 for any · `shape`: a new shape of the whole, with -1 for the
+    samples; empty if it stays."""
 
     takes: tuple[int | tuple[int, int] | None, ...]
     sizes: tuple[int, ...]
     shape: tuple[int, ...] = ()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same part of another tensor. Raises `ValueError` for one of another form."""
+        """The same view of another tensor. Raises `ValueError` if that has another form."""
         if whole.dim() != len(self.takes) or any(
-            size not in (0, its_own) for size, its_own in zip(self.sizes, whole.shape, strict=True)
+            size not in (0, measured) for size, measured in zip(self.sizes, whole.shape, strict=True)
         ):
             raise ValueError(f"not a tensor as that which {self} was found in: {tuple(whole.shape)}")
         if self.shape:
@@ -41,7 +41,7 @@ class View:
 
 
 def find_view(whole: torch.Tensor, part: torch.Tensor) -> View | None:
-    """What `part` is of `whole`, if it is a view of it that one knows how to take again."""
+    """How to take `part` from `whole`, if it is such a view; else None."""
     if part.dtype != whole.dtype or not part.numel():
         return None
     if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
@@ -78,7 +78,7 @@ def _taken(whole: torch.Tensor, part: torch.Tensor) -> View | None:
 
 
 def _position(whole: torch.Tensor, offset: int) -> Sequence[int] | None:
-    """Where the element is that lies `offset` behind the first one."""
+    """The indices of the element `offset` elements behind the first one."""
     if offset < 0:
         return None
     position = [0] * whole.dim()

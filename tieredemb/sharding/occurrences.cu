@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
     wait_for_prior_kernel();
     const Bags bags = {bag, batch, column, mode, grad, total, argmax};
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
-        const Going<float> its = going<float>(to, k, WIDTH);
-        write_gradient(bags, order[its.row], share, its.to);
+        const Target<float> target = target_of<float>(to, k, WIDTH);
+        write_gradient(bags, order[target.row], share, target.to);
     }
     publish_rows();
 }

@@ -25,9 +25,9 @@ from tieredemb.sharding.whole_rows import gather_rows, gathered_rows, rows_from_
 from tieredemb.tables.row_state import (
     ELSEWHERE,
     LAGGING,
+    check_equal_steps,
     check_is_here,
     check_lagging,
-    check_together,
     lagging_rows,
     loaded_state,
     state_tensors,
@@ -170,7 +170,7 @@ class RowStates:
 
     def _check(self, config: OptimizerConfig, loaded: Mapping[int, LoadedState]) -> None:
         """Raises `InvalidInputError` where the states of tables do not fit each other."""
-        check_together(config, loaded)
+        check_equal_steps(config, loaded)
         for shard in self.shards:
             check_lagging(shard.engine.tables, {n: loaded[t] for n, t in enumerate(shard.tables) if t in loaded})
 

@@ -1,7 +1,7 @@
-"""`torch.autograd.grad` with tables among its inputs: their gradients come by row.
+"""`torch.autograd.grad` with tables among its inputs: their gradients are returned by row.
 
-Tables are no inputs of the nodes that look up in them, which would cost each backward of many tables. So the graph is
-searched for these nodes, and their calls pass their gradients on instead of training (`Call.requested`).
+Tables are not inputs of the nodes that look up in them, which would slow down each backward over many tables. So the
+graph is searched for these nodes, and their calls pass on their gradients instead of training (`Call.requested`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gradients(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """See `torch.autograd.grad`. Waits for a GPU. Raises `UnsupportedError` for tables of several ranks, and where the
+    """See `torch.autograd.grad`. Waits for a GPU. Raises `UnsupportedError` for tables of several ranks, and if the
     gradients are to have gradients, or are batched."""
     if create_graph or is_grads_batched:
         raise UnsupportedError(
@@ -79,7 +79,7 @@ def _zeros(of: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(tables: Sequence[Any], collected: Collected) -> dict[int, TableGradient | None]:
-    """The gradient of each table, by the identity of its parameter; None where no call has reached its module."""
+    """The gradient of each table, by the identity of its parameter; None if no call has reached its module."""
     rows: dict[int, list[GradientRows]] = {}
     found: dict[int, TableGradient | None] = {}
     for each in tables:
@@ -96,14 +96,14 @@ def _by_row(tables: Sequence[Any], collected: Collected) -> dict[int, TableGradi
 
 @contextlib.contextmanager
 def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], Collected]]:
-    """Inside, lookups that `heads` were computed from give their gradients to the list that comes second, where
-    autograd reaches their leaves, which come first."""
+    """Yields the leaves of the lookups that `heads` were computed from, and a list: inside, lookups whose leaves
+    autograd reaches append their gradients to it."""
     leaves, calls, collected = [], list[Call](), Collected()
     for node in filter(_is_lookup, nodes_behind(each.grad_fn for each in heads)):
-        its = [node.call] if hasattr(node, "call") else list(node.calls.values())
+        node_calls = [node.call] if hasattr(node, "call") else list(node.calls.values())
         if node.needs_input_grad[0]:
             leaves.append(node.next_functions[0][0].variable)
-            calls += its
+            calls += node_calls
     try:
         for call in calls:
             call.requested = collected
@@ -114,7 +114,7 @@ def _requested(heads: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tenso
 
 
 def nodes_behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of an autograd graph that are reached from `roots`, each once, these among them; a root may be None."""
+    """The nodes of an autograd graph reachable from `roots`, and these, each once; a root may be None."""
     todo = [node for node in roots if node is not None]
     seen = set(todo)
     while todo:

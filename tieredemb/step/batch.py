@@ -1,4 +1,4 @@
-"""One batch as a forward took it: ids, bags and weights, of which dtypes and shapes are checked, and values are not."""
+"""One batch of a forward: ids, bags and weights. Dtypes and shapes are checked, values are not."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.step.stack import Stack
 
-Given = tuple[torch.Tensor | Places, ...]  # what a forward is known by before it comes; the ids come first
+Given = tuple[torch.Tensor | Places, ...]  # the inputs by which a forward is known; the ids are first
 
 
 class Batch(NamedTuple):
     """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features, or bags of one length
     · `edges`: F·B + 1, how many there are; the last may be missing and is then N · `exact`: whether the last must be N
-    · `size`: B · `weights`: floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there
-    are, as the caller passed them · `places`: where features have their bags, if not in their order; there may be more
-    bags then · `names_ends`: whether offsets were given, as the second of those · `stack`: of tables whose rows are not
-    pooled, what the rows of the output are where they are not those of the ids; `size` is 1 then."""
+    · `size`: B · `weights`: floats (N,) or None · `given`: ids, and offsets and `places` if there are
+    any, as the caller passed them · `places`: where features have their bags, if not in order; there may be more bags
+    then · `names_ends`: whether offsets were given, second in `given` · `stack`: of tables whose rows are not pooled,
+    which rows the output has, if not one for each id; `size` is 1 then."""
 
     ids: torch.Tensor
     offsets: torch.Tensor | EqualBags

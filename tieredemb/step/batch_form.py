@@ -1,5 +1,5 @@
-"""Batches of several tables that are planned as one. What they have in common, where shapes and dtypes are those of
-batches before, was checked with those: the values are all that is new."""
+"""Batches of several tables that are planned as one. Their form, of shapes and dtypes, is checked once: of a later
+batch of the same form only the values are new."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from tieredemb.lookup.device_bags import Joined
     from tieredemb.tables.table_set import Place
 
-MOST_FORMS = 8  # of one choice of tables, those used last
+MOST_FORMS = 8  # of one selection of tables: the last ones used
 
 
 def is_joinable(batch: Batch) -> bool:
-    """Whether forwards of such batches can be planned as one, if they have as many bags: no ids are in none."""
+    """Whether forwards of such batches can be planned as one, if they have equally many bags: each id is in a bag."""
     if batch.weights is not None or batch.places:
         return False
-    # offsets may name the end of the last bag, behind which there may be ids
+    # offsets may include the end of the last bag, and there may be ids beyond it
     return not isinstance(batch.offsets, torch.Tensor) or batch.offsets.shape[0] == batch.size
 
 
@@ -40,9 +40,9 @@ def may_join(batches: Sequence[Batch]) -> bool:
 
 
 class Block(NamedTuple):
-    """The forwards in one pool. `positions`: theirs among all · `ids`: where theirs are · `starts`: where those of each
-    begin among these, and where they end · `bags`: where all are of one length · `edges`: where those of the bags
-    are."""
+    """The forwards in one pool. `positions`: of the forwards among all · `ids`: the range of their ids · `starts`:
+    where the ids of each forward begin in this range, and the end · `bags`: if all are of one length · `edges`: the
+    range of the bags' edges."""
 
     positions: range
     ids: slice
@@ -52,9 +52,9 @@ class Block(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is known of a forward's ids and offsets, but for how many ids there are. `ids`, `offsets`: their dtypes, or
-    int64 where they have to be copied before they are joined (`is_copied`); None of no offsets · `stride`: from an id
-    to the next one, in elements · `length`: of its bags, or −1 where it has offsets."""
+    """The form of a forward's ids and offsets, without the number of ids. `ids`, `offsets`: their dtypes, or int64 if
+    they have to be copied before they are joined (`is_copied`); None without offsets · `stride`: from an id to the next
+    one, in elements · `length`: of its bags, or −1 with offsets."""
 
     ids: torch.dtype
     offsets: torch.dtype | None
@@ -78,10 +78,10 @@ class Inputs(NamedTuple):
 
 
 class BatchForm:
-    """What batches that `may_join` have in common, of which so many are of each pool as `sizes` says. `size`: their
-    samples · `counts`: how many ids each has · `inputs`: of each · `with_offsets`: which have offsets · `blocks`: of
-    each pool · `where`: of each its block, and its place there · `is_equal`: whether the bags of each block are of one
-    length, so that no edges are joined · `layout`: tells forms of as many ids and samples apart."""
+    """The form of batches that `may_join`. `sizes`: how many batches are of each pool · `size`: samples of each ·
+    `counts`: ids of each · `inputs`: of each · `with_offsets`: which have offsets · `blocks`: of each pool · `where`:
+    of each batch its block, and its position there · `is_equal`: whether the bags of each block are of one length, so
+    that no edges are joined · `layout`: distinguishes forms with equal numbers of ids and samples."""
 
     def __init__(self, size: int, counts: Sequence[int], inputs: Sequence[Inputs], sizes: Sequence[int]) -> None:
         self.size, self.counts, self.inputs, self._sizes = size, [*counts], inputs, sizes
@@ -98,11 +98,11 @@ class BatchForm:
 
     @classmethod
     def of(cls, batches: Sequence[Batch], sizes: Sequence[int]) -> BatchForm:
-        """That of these batches."""
+        """The form of these batches."""
         return cls(batches[0].size, [batch.ids.shape[0] for batch in batches], [*map(Inputs.of, batches)], sizes)
 
     def of_counts(self, counts: Sequence[int]) -> BatchForm:
-        """The same of so many ids."""
+        """The same form with other numbers of ids."""
         return BatchForm(self.size, counts, self.inputs, self._sizes)
 
     def _block(self, number: int, positions: range) -> Block:
@@ -117,7 +117,7 @@ class BatchForm:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any]:
-        """The same as a CPU's `join_edges` takes it: numpy, int64 (5, F) and (F,)."""
+        """The form as a CPU's `join_edges` takes it: numpy, int64 (5, F) and (F,)."""
         given = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(self.lengths)]
         ends = [-1] * len(given)
         for block in self.blocks:
@@ -127,12 +127,12 @@ class BatchForm:
 
     @property
     def _before(self) -> list[int]:
-        """Of each how many ids of its block are before its own."""
+        """For each batch, how many ids of its block are before its own."""
         return [start for block in self.blocks for start in block.starts[:-1]]
 
     @functools.cached_property
     def joined(self) -> Joined:
-        """The same as a GPU's `join_bags` takes it."""
+        """The form as a GPU's `join_bags` takes it."""
         from tieredemb.lookup.device_bags import Joined, kind_of
 
         last = {block.positions[-1] for block in self.blocks}
@@ -150,23 +150,23 @@ class BatchForm:
         )
 
     def batch(self, ids: torch.Tensor, edges: torch.Tensor | None) -> Batch:
-        """What the forwards are given, put together, as one batch. `edges`: of the bags of all, one block behind the
-        other, where these are not of one length."""
+        """The joined inputs of the forwards, as one batch. `edges`: of all bags, block by block, unless these are of
+        one length."""
         bags: Any = self.blocks[0].bags if edges is None else edges
         return Batch(ids, bags, self.edges, True, self.size, None, (ids,))
 
 
 class BatchForms:
-    """Those of one choice of tables, the last one for each signature of the inputs (`guards_of`)."""
+    """The forms for one selection of tables: the last one for each signature of the inputs (`guards_of`)."""
 
     def __init__(self) -> None:
         self._place: weakref.ref[Place] | None = None
         self._known: OrderedDict[Any, BatchForm] = OrderedDict()
 
     def get(self, signature: Any, counts: Sequence[int], place: Place) -> BatchForm | None:
-        """That of batches of that signature, and of so many ids; None where such were not checked, of tables where they
-        are, or there are no ids."""
-        known = self._known  # of another place, if another thread puts forms of that one meanwhile
+        """The form of batches with that signature, and `counts` ids; None if such were not checked for the present
+        place of the tables, or there are no ids."""
+        known = self._known  # another thread may replace it, for another place
         if self._place is None or self._place() is not place:
             return None
         found = known.get(signature)
@@ -176,12 +176,12 @@ class BatchForms:
             if sum(counts) == 0:
                 return None
             found = known[signature] = found.of_counts(counts)
-        with contextlib.suppress(KeyError):  # another thread may have put others in its place
+        with contextlib.suppress(KeyError):  # another thread may have removed it
             known.move_to_end(signature)
         return found
 
     def put(self, signature: Any, place: Place, form: BatchForm) -> None:
-        """Batches of that signature were checked, and are of that form."""
+        """Keeps the form of batches with that signature, which were checked."""
         if self._place is None or self._place() is not place:
             self._known = OrderedDict()
             self._place = weakref.ref(place)

@@ -1,4 +1,4 @@
-"""Where the plan of one forward on a GPU lives: what it writes, and what the forward and its update read of it."""
+"""The memory of a plan on a GPU: the plan writes it, and the forward and its update read it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tieredemb.tables.group import DeviceGroup
 
 
 class CallMemory:
-    """Of a forward of so many `ids` in each group, and of `batch` samples, all of the stream that is current when it is
-    made. Several `blocks` are of one group each, which has ids of its own; else all look among the same ones.
+    """Memory for a forward of so many `ids` in each group, and of `batch` samples, allocated on the current stream.
+    With several `blocks`, each group has ids of its own; else all groups have the same ids.
 
-    A later forward of as many may be planned into it once this one is over; captured steps find it where it was.
-    `faults`, `reports`: of each group, and `fault`: those of all blocks · `bags`, `segments`, `trained` (int32 (N,)):
-    of each group, those that `sorts` or `masks` asks for · `ids`: int64 (N,), what was planned, where a mask is made
-    of it.
+    Once the forward is over, another of the same size may be planned into it, as in captured steps, which need the same
+    addresses. `faults`, `reports`: of each group · `fault`: of all blocks · `bags`: of each group · `segments`,
+    `trained` (int32 (N,)): of each group, if `sorts` or `masks` says so · `ids`: int64 (N,), the planned ids, if a mask
+    is made of them.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class CallMemory:
         device = groups[0].device_space.device
         self.groups = list(groups)
         self.stream = current_stream(device.index)
-        self.words, marks = new_faults(blocks, device), blocks * words_of("Fault")
-        self.fault = self.words[:marks]
+        self.words, fault_words = new_faults(blocks, device), blocks * words_of("Fault")
+        self.fault = self.words[:fault_words]
         self.faults: Sequence[torch.Tensor] = [self.fault] * len(groups)
-        self.reports: Sequence[torch.Tensor] = [self.words[marks:]] * len(groups)
+        self.reports: Sequence[torch.Tensor] = [self.words[fault_words:]] * len(groups)
         if blocks > 1:
             self.faults = self.fault.view(blocks, -1).unbind()
-            self.reports = self.words[marks:].view(blocks, -1).unbind()
+            self.reports = self.words[fault_words:].view(blocks, -1).unbind()
         self.places = places
         self.bags = [
             new_device_bags(n, group.device_space, batch, is_all=group.space.is_all(places))
@@ -53,7 +53,7 @@ class CallMemory:
             group.lookup.new_segments(n, device) if needed else None
             for group, n, needed in zip(groups, ids, sorts, strict=True)
         ]
-        # of each occurrence, where rows are not pooled, its number among as many for each feature: a bag of its own
+        # if rows are not pooled, each occurrence is a bag of its own: its number among those of each feature
         self.own_bag = None
         if not groups[0].config.pooled:
             self.own_bag = torch.empty(ids[0], dtype=torch.int32, device=device)
@@ -61,40 +61,39 @@ class CallMemory:
             torch.empty(n, dtype=torch.int32, device=device) if needed else None
             for n, needed in zip(ids, masks, strict=True)
         ]
-        # what masks are made of, which may be once homes are known, behind what was given
+        # masks are made once homes are known, when the inputs may have been overwritten
         given = ids[0] if blocks == 1 else sum(ids)
         self.ids = torch.empty(given, dtype=torch.int64, device=device) if any(masks) else None
         self._pending: list[torch.cuda.Event] = []
-        self.recorded_streams: set[int] = set()  # `record_stream` of its tensors was called with these
-        self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
+        self.recorded_streams: set[int] = set()  # streams with which `record_stream` of its tensors was called
+        self.planner: torch.cuda.Stream | None = None  # of a recorded plan, the stream of its last replay
 
     def fits(self, groups: Sequence[DeviceGroup], ids: Sequence[int], batch: int, places: Places | None) -> bool:
-        """Whether it is that of a forward of so many `ids` in each of these groups, and of `batch` samples, with
-        features there."""
+        """Whether it was made for so many `ids` in each of these groups, `batch` samples, and features at `places`."""
         same = self.groups == list(groups) and self.places == places
         return same and all((len(b.homes), b.batch) == (n, batch) for b, n in zip(self.bags, ids, strict=True))
 
     def planned(self, events: Iterable[torch.cuda.Event | None]) -> None:
-        """The current stream has planned into it; `events`: those of other streams that have."""
+        """Called when the current stream has planned into it. `events`: after the work of other streams."""
         if torch.cuda.is_current_stream_capturing():
-            return  # a replay is one whole
+            return  # the whole replay is on one stream
         self._pending = [event for event in events if event is not None]
         if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
             self._pending.append(torch.cuda.Event())
             self._pending[-1].record(current_stream())
 
     def joined(self) -> None:
-        """What computes with it waits for the plan by itself."""
+        """Called when the computing stream waits for the plan by itself."""
         self._pending = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """All its tensors."""
         parts = (value for part in (*self.bags, *self.segments) if part is not None for value in vars(part).values())
         single = self.words, self.own_bag, self.ids
         return [value for value in (*single, *parts, *self.trained) if isinstance(value, torch.Tensor)]
 
     def __del__(self) -> None:
-        """Dropped before its forward came, it is reused behind the plan that still writes to it."""
+        """If it is freed before its forward, its memory must not be reused before the plan has written to it."""
         if sys.is_finalizing():
             return
         for event in getattr(self, "_pending", ()):

@@ -1,8 +1,8 @@
-"""`DistributedDataParallel` around a model with tables: it leaves them out of what it averages over its processes.
+"""`DistributedDataParallel` around a model with tables: excludes these from the average over processes.
 
-It would keep a gradient of each of its parameters as a whole, and wait for all of them. It reads what to leave out from
-the module that it wraps, which knows nothing of tables in modules of it. So this listens for that module becoming its
-own: that comes when its parameters were listed, and before anything is made of them.
+It would keep a dense gradient of each parameter, and wait for all of them. It reads what to exclude from the module
+that it wraps, which knows nothing of tables in its submodules. So this listens for the assignment of that module: that
+is done after its parameters were listed, and before they are used.
 """
 
 from __future__ import annotations

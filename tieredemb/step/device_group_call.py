@@ -1,5 +1,5 @@
-"""One forward in one group of tables on a GPU: launches alone, nothing waits for the device but over staged
-tiers."""
+"""One forward in one group of tables on a GPU: it only launches. The host waits for the device over staged tiers
+alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class ReadRows:
-    """Rows that were read for a lookup, (N, D), in the place of the slots; no lookup asks for the rest."""
+    """Rows read for a lookup, (N, D), in place of the slots; lookups read nothing else of it."""
 
     weight: torch.Tensor
     state: torch.Tensor
@@ -43,9 +43,9 @@ class ReadRows:
 
 
 class DeviceGroupCall:
-    """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
-    them, where they are found with the plan · `own_bag`: see `CallMemory`. In terms of the outputs: `bag`, that of each
-    occurrence, among `samples` of each feature, which are their rows."""
+    """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: memory for
+    them, if they are found with the plan · `own_bag`: see `CallMemory` · `bag`: of each occurrence, among the rows of
+    the outputs, `samples` a feature."""
 
     ticket: DeviceTicket
 
@@ -65,18 +65,18 @@ class DeviceGroupCall:
         self._segments = segments
         self.bag = bags.bag if own_bag is None else own_bag
         self.samples = samples
-        self.stack: Stack | None = None  # once its output was looked up, if that has one
-        # homes of the occurrences that gradients reach: padding whose row is planned is left out
+        self.stack: Stack | None = None  # set with the lookup, if the output has one
+        # homes of the occurrences that gradients reach: without planned rows of padding
         self.trained = bags.homes if trained is None else trained
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
-        self._found: Segments | None = None  # as the forward needed them
-        self._is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
+        self._found: Segments | None = None  # found by the forward
+        self._is_caught_up = False  # whether the rows of a dense optimizer are at the current step
 
     def of_client(self, place: int, mine: slice, context: CallContext) -> DeviceGroupCall:
-        """What it has planned for one of the tables that plan as one, that at `place` among them. `mine`: its
-        occurrences · `context`: of who looks up in it. The caller uses the ticket."""
+        """The slice of the plan for one of the tables that plan as one, that at `place`. `mine`: its occurrences ·
+        `context`: of the module that looks up in it. The caller uses the ticket."""
         self.join()
         (group,) = context.tables.placed.now.groups
         assert isinstance(group, DeviceGroup)
@@ -96,27 +96,26 @@ class DeviceGroupCall:
         return part
 
     def plan(self, ids: torch.Tensor, kind: PlanKind, given: torch.cuda.Event | None) -> None:
-        """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited
-        for."""
+        """Plans the bags, which were found in `ids`. `given`: an event to wait for before they are read, if any."""
         group, bags, segments = self.group, self.bags, self._segments
         trained = None if self.trained is bags.homes else self.trained
-        beside: Beside | None = None  # while rows are on their way
+        beside: Beside | None = None  # runs while rows move
         if segments is not None:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, self.bag, self.samples)
         elif trained is not None:
-            beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
+            beside = functools.partial(_mask_padding, group.device_space, ids, bags, trained)
         self.ticket = group.cache.plan(
             bags.keys, bags.homes, kind, client=group.device_client, given=given, beside=beside
         )
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
-        self._ids = None if trained is None else ids  # which a side stream may yet read
+        self._ids = None if trained is None else ids  # a side stream may still read them
 
     def complete(self) -> bool:
-        """Brings its plan to its end, if it has yet to come there; returns False if it failed. Waits as the cache's."""
+        """Finishes its plan, if it is unfinished; returns False if it failed. See `DeviceCache.complete`."""
         return self.group.cache.complete(self.ticket)
 
     def join(self) -> None:
-        """What ran beside the lookup is done for what follows."""
+        """Has the current stream wait for work beside the lookup."""
         if self.ticket.side_done is not None:
             self.ticket.side_done.wait(current_stream())
             self.ticket.side_done = None
@@ -127,24 +126,24 @@ class DeviceGroupCall:
         return self._segments or self._found or self.group.lookup.segments(self.trained, self.bag, self.samples)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that the forward leaves for the update."""
+        """The tensors that the forward keeps for the update."""
         return [value for value in (self.weights, self.argmax) if value is not None]
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether an update reads of it what its plan has left, and nothing that its forward has made since, or was
-        given, as the bags of a mean."""
+        """Whether an update reads only results of the plan, and nothing that the forward has made or was given, as the
+        bags of a mean."""
         takes_means = self.stack is not None and any(run.mode == "mean" for run in self.stack.runs)
         return self.weights is None and self.argmax is None and self._found is None and not takes_means
 
     def without_ticket(self) -> DeviceGroupCall:
-        """A copy that keeps nothing in flight, for `rebind`."""
+        """A copy without the ticket, for `rebind`."""
         call = shallow_copy(self)
         del call.ticket
         return call
 
     def rebind(self, ticket: DeviceTicket) -> DeviceGroupCall:
-        """The call of `ticket`, which a replay has planned to where this one was."""
+        """A call for `ticket`, whose plan a replay has made in this one's memory."""
         call = shallow_copy(self)
         call.ticket = ticket
         call.weights = call.argmax = call.forward_rows = call.stack = None
@@ -152,8 +151,8 @@ class DeviceGroupCall:
         return call
 
     def catch_up(self, fault: torch.Tensor, only: int | None = None) -> None:
-        """Brings the rows of this forward to the steps that were taken, of a dense optimizer. `only`: of tables that
-        take steps of their own those of one, by its number among them."""
+        """With a dense optimizer: brings the rows of this forward to the current step. `only`: of separate tables, the
+        number of the one whose rows are brought there."""
         self.join()
         group, cache, past = self.group, self.group.cache, self.group.past
         assert past is not None
@@ -167,18 +166,17 @@ class DeviceGroupCall:
         self._is_caught_up = only is None
 
     def _looked_up(self) -> Segments:
-        """The occurrences by row, padding that is planned among them: of all that a plan has sorted, which are all of
-        them."""
+        """All occurrences by row, including planned padding."""
         known = self._segments or self._found
         if known is not None:
             return known
         segments = self.group.lookup.segments(self.ticket.homes, self.bag, self.samples)
         if self.trained is self.bags.homes:
-            self._found = segments  # the update wants them, too
+            self._found = segments  # the update needs them, too
         return segments
 
     def limit_norms(self, fault: torch.Tensor, max_norm: float) -> None:
-        """Scales the rows of this forward down to `max_norm`, where they are longer."""
+        """Scales rows of this forward that are longer than `max_norm` down to it."""
         self.join()
         cache = self.group.cache
         with cache.using(self.ticket):
@@ -188,7 +186,7 @@ class DeviceGroupCall:
             self.group.lookup.limit_norms(cache.hot, overflow, segments, fault, max_norm, self.options.norm_type)
 
     def pool(self, out: torch.Tensor, weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool) -> None:
-        """Pools into `out` (B, ΣD); keeps what a backward will want to know of the forward."""
+        """Pools into `out` (B, ΣD); keeps winners of maxima or rows, if a backward needs them."""
         group, bags = self.group, self.bags
         if keep_argmax and group.lookup.has_max:
             self.argmax = torch.full(out.shape, -1, dtype=torch.int32, device=out.device)
@@ -214,8 +212,7 @@ class DeviceGroupCall:
             out.copy_(self.group.lookup.gather(hot, overflow, homes))
 
     def _rows_now(self) -> tuple[HotTensors, OverflowRows, torch.Tensor]:
-        """Rows as they are at the steps that were taken, and the homes of the occurrences among them. The caller uses
-        the ticket."""
+        """Rows at the current step, and the homes of the occurrences among them. The caller uses the ticket."""
         group = self.group
         hot: HotTensors = group.cache.hot
         overflow, homes = group.cache.overflow([self.ticket]), self._read
@@ -229,7 +226,7 @@ class DeviceGroupCall:
 
     @property
     def _read(self) -> torch.Tensor:
-        """The homes of the occurrences that the output reads: not of padding that adds nothing to its bag."""
+        """The homes of the occurrences that the output reads: without padding that adds nothing to its bag."""
         is_left_out = self.options.padding_is_dropped and self.options.plans_padding
         return self.trained if is_left_out else self.ticket.homes
 
@@ -243,8 +240,8 @@ class DeviceGroupCall:
         *,
         keep_argmax: bool,
     ) -> None:
-        """Pools run by run into `bags`, and writes the rows of the ids that are picked to `rows` (·, D), and those of
-        all ids to `every`."""
+        """Pools run by run into `bags`, and writes the rows of the picked ids to `rows` (·, D), and the rows of all ids
+        to `every`."""
         self.weights = weights
         if keep_argmax and self.group.lookup.has_max:
             shape = stack.rows, bags.shape[1]
@@ -261,11 +258,11 @@ class DeviceGroupCall:
                 self.group.lookup.gather(hot, overflow, homes, every)
 
     def _bags_of(self, run: Run) -> DeviceBags:
-        """Those of a run, each of a sample of its own."""
+        """The bags of a run, each with a sample of its own."""
         return replace(self.bags, offsets=run.edges, position=None, batch=run.rows[1] - run.rows[0])
 
     def _lookup_of(self, run: Run, dtype: torch.dtype | None = None) -> DeviceLookup:
-        """What pools the bags of a run, into outputs of a `dtype`, by default the rows'."""
+        """The kernels that pool the bags of a run, into outputs of a `dtype`, by default the rows'."""
         space, row = self.group.space, self.group.cache.cold.layout.format
         return _pooling(space.width, run.mode, row, dtype or row.device_dtype, self.bags.keys.device)
 
@@ -276,8 +273,8 @@ class DeviceGroupCall:
         tables = feature.to(torch.int64) if table is None else table[feature]
         if self.stack is None:
             return tables
-        of = torch.zeros(self.samples + 1, dtype=torch.int64, device=tables.device)  # of an empty bag none
-        # by what the plan has made of the rows of its stack, which may be those of a later forward by now
+        of = torch.zeros(self.samples + 1, dtype=torch.int64, device=tables.device)  # of an empty bag 0
+        # from the plan's own memory: the rows of the stack may be those of a later forward by now
         row = self.bag.to(torch.int64).remainder(max(1, self.samples))
         row = torch.where(self.ticket.homes == DROPPED, self.samples, row)
         return of.scatter_(0, row, tables)[:-1]
@@ -288,12 +285,12 @@ class DeviceGroupCall:
         homes, bags = self._read, self.bags
         gradient = self.group.lookup.weights_gradient(self.forward_rows, homes, bags, grad)
         if bags.position is None:
-            out += gradient[: out.shape[0]]  # there may be room for more occurrences
-        else:  # what belongs to other groups has no position of its own, and a gradient of zero
+            out += gradient[: out.shape[0]]  # there may be memory for more occurrences
+        else:  # occurrences of other groups have no position, and a gradient of zero
             out.index_add_(0, bags.position, gradient)
 
     def scale(self) -> torch.Tensor | None:
-        """What each occurrence's share of the gradient is multiplied by, float32 (N,), or None for ones."""
+        """The factor of each occurrence's share of the gradient, float32 (N,), or None for ones."""
         scale = self.weights
         if self.stack is not None:
             for run in self.stack.runs:
@@ -310,20 +307,20 @@ class DeviceGroupCall:
 
 @functools.cache
 def _pooling(width: int, mode: Mode, row: RowFormat, dtype: torch.dtype, device: torch.device) -> DeviceLookup:
-    """The kernels that pool bags of rows, whichever tables these are of, into outputs of a dtype."""
+    """The kernels that pool bags of rows of any table into outputs of a dtype."""
     with no_inference(), on_device(device):
         return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), row, None, dtype)
 
 
 def _of_occurrences(weights: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
-    """The weights of the ids, float32 (N,), by occurrence: as many as `bags` have room for. Those of none are 0."""
+    """The weights of the ids, float32 (N,), for each occurrence that `bags` have memory for; 0 for unused ones."""
     if bags.position is not None:
         return weights[bags.position]
-    room = bags.homes.shape[0] - weights.shape[0]
-    return weights if room == 0 else torch.nn.functional.pad(weights, (0, room))
+    rest = bags.homes.shape[0] - weights.shape[0]
+    return weights if rest == 0 else torch.nn.functional.pad(weights, (0, rest))
 
 
-def _leave_out(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:
+def _mask_padding(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:
     """Fills `trained` with the homes of all ids but the padding."""
     if len(space.space.features) == 1:
         is_padding = ids == int(space.space.padding[0])

@@ -1,9 +1,9 @@
-"""A step on a GPU that is given the gradients of rows, and no calls: of many rows some at a time; and how a loss reads
-a table as a whole there.
+"""A step on a GPU from gradients of rows, without calls; many rows are given in rounds. And how a loss reads a whole
+table there.
 
-The step of several chunks is one change of the caches' logs, inside which the cache is called as ever. A GPU counts
-the step first and keeps what it took last, so rows that a chunk's gradient is made of are read at the steps from
-before it (`DeviceGroup.reading_before`).
+The step of several chunks is one change in the caches' intent logs, inside which the caches are called as usual. A GPU
+counts the step first and keeps its history last, so rows that a chunk's gradient is computed from are read at the step
+before (`DeviceGroup.reading_before`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tieredemb.tables.table_set import TableSet
 
 
 class _Begun(NamedTuple):
-    """A step of a group: its options, rates and other numbers, and `taken`, int32 (`WORK_WORDS`,), ones where the step
-    is taken, and zeros where it is skipped."""
+    """A step of a group: its options, rates and other numbers, and `taken`, int32 (`WORK_WORDS`,), ones if the step is
+    taken, zeros if it is skipped."""
 
     group: DeviceGroup
     options: torch.Tensor
@@ -41,9 +41,9 @@ class _Begun(NamedTuple):
 def update_rows(
     tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], faults: torch.Tensor | None
 ) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. The device takes no step
-    where `faults`, int64 (3 K,), say that it has refused a batch that the gradients are of. Interrupted, it leaves the
-    cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers alone."""
+    """One step of the optimizer; each row has its gradient in one of the `rounds`. The device takes no step if
+    `faults`, int64 (3 K,), contain one of a batch that the gradients are of. If it is interrupted, the cache is broken
+    (`BrokenCacheError`). Waits for a GPU over staged tiers alone."""
     device = tables.config.device
     groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
     with (
@@ -55,11 +55,11 @@ def update_rows(
         if faults is None:
             faults = torch.empty(0, dtype=torch.int64, device=device)
         change.has_begun = True
-        # gradients are made of rows as they are before the step, also once it counts and has updated others
+        # gradients are computed from rows before the step, even after it is counted and has updated others
         with contextlib.ExitStack() as reading:
             for group in groups:
                 reading.enter_context(group.reading_before())
-            begun = [_begin(group, its, faults, scaling) for group, its in zip(groups, options, strict=True)]
+            begun = [_begin(group, option, faults, scaling) for group, option in zip(groups, options, strict=True)]
             for some in rounds:
                 for each in some:
                     step = next(step for step in begun if each.table in step.group.space.tables)
@@ -79,10 +79,10 @@ def _begin(group: DeviceGroup, options: torch.Tensor, faults: torch.Tensor, scal
 
 
 def _update(step: _Begun, rows: TableRows) -> None:
-    """Some rows of a table take the step that was begun."""
+    """Takes the step that was begun for some rows of a table."""
     group, count = step.group, len(rows.ids)
     position = _position(group, rows.table)
-    # consecutive rows are found where they are, and others planned
+    # consecutive rows are updated in place, others are planned
     found = (
         group.rows(position, rows.ids) if rows.start is None else group.range(position, rows.start, rows.start + count)
     )
@@ -91,7 +91,7 @@ def _update(step: _Begun, rows: TableRows) -> None:
         segments.work.mul_(step.taken)
         first = int(group.space.column[there.feature])
         grad, argmax = _behind(first, rows.values), None
-        if group.space.mode[there.feature] == MAX:  # each row wins all of its maxima
+        if group.space.mode[there.feature] == MAX:  # each row is the winner of all its elements
             own = torch.arange(count, dtype=torch.int32, device=rows.ids.device)
             argmax = _behind(first, own[:, None].expand(rows.values.shape))
         group.cache.rows_version += 1
@@ -102,23 +102,22 @@ def _update(step: _Begun, rows: TableRows) -> None:
 
 
 def _position(group: DeviceGroup, table: int) -> int:
-    """Which of the group's tables it is."""
+    """The position of a table in its group."""
     return int(np.flatnonzero(group.space.tables == table)[0])
 
 
 def _behind(first: int, values: torch.Tensor) -> torch.Tensor:
-    """`values` (K, D) in memory in which they lie `first` elements behind the beginning of what is returned, as kernels
-    look for the columns of a feature."""
+    """A tensor of the shape of `values` (K, D) whose memory has them `first` elements behind its beginning, where
+    kernels expect the columns of a feature."""
     if first == 0:
         return values.contiguous()
-    room = torch.empty(first + values.numel(), dtype=values.dtype, device=values.device)
-    room[first:].view(values.shape).copy_(values)
-    return room[: values.numel()].view(values.shape)
+    buffer = torch.empty(first + values.numel(), dtype=values.dtype, device=values.device)
+    buffer[first:].view(values.shape).copy_(values)
+    return buffer[: values.numel()].view(values.shape)
 
 
 def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU: to
-    `out` if it is given."""
+    """Copies the rows `start` … `stop` − 1 of a table at the current step, (K, D), on the GPU, to `out` if given."""
     with tables.locked():
         group, _, _ = tables.locate(table)
         assert isinstance(group, DeviceGroup)

@@ -36,11 +36,11 @@ def apply(collected: Collected) -> None:
     """Takes one optimizer step for the calls of one backward pass, which are in forward order."""
     shared, rest = by_call(collected) if len(collected) > 1 else ([], [collected])
     of_call: dict[Forwards, list[Collected]] = {}
-    for forwards, its in shared:
-        of_call.setdefault(forwards, []).append(its)
-    updates = _those_alike(rest)  # which raises for what is too large, before anything changes
+    for forwards, calls in shared:
+        of_call.setdefault(forwards, []).append(calls)
+    updates = _by_launch(rest)  # raises if one is too large, before anything changes
     for forwards, of_blocks in of_call.items():
-        updates += _those_alike(_update_forwards(forwards, of_blocks))
+        updates += _by_launch(_update_forwards(forwards, of_blocks))
     for alike in updates:
         if len(alike) == 1:
             _update(alike[0])
@@ -48,23 +48,23 @@ def apply(collected: Collected) -> None:
             _update_grouped(alike)
 
 
-def _those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
-    """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
-    their optimizers' numbers."""
+def _by_launch(sets: Sequence[Collected]) -> list[list[Collected]]:
+    """The calls over sets of tables, grouped by the launch that updates them: one launch serves sets that share a cache
+    and have equal hyperparameters."""
     of_whole: dict[TableSet, list[Collected]] = {}
     for calls in sets:
         of_whole.setdefault(calls[0][0].context.tables.whole, []).append(calls)
     found: dict[Hashable, list[Collected]] = {}
-    for whole, its in of_whole.items():
-        is_alone = len(its) < 2 or _is_large(its)
-        for number, calls in enumerate(its):
+    for whole, sets_of_whole in of_whole.items():
+        is_alone = len(sets_of_whole) < 2 or _is_large(sets_of_whole)
+        for number, calls in enumerate(sets_of_whole):
             key = number if is_alone else calls[0][0].context.check_trainable().alike()
             found.setdefault((whole, is_alone, key), []).append(calls)
     return list(found.values())
 
 
 def _is_large(sets: Sequence[Collected]) -> bool:
-    """Whether the calls are too large for one update. Raises `InvalidInputError` for those over a set that are."""
+    """Whether the calls are too large for one update. Raises `InvalidInputError` if those over one set are."""
     whole = sets[0][0][0].context.tables.whole
     if sum(call.rows for collected in sets for call, _ in collected) * whole.n_features <= MAX_BAGS:
         return False
@@ -74,14 +74,14 @@ def _is_large(sets: Sequence[Collected]) -> bool:
 
 
 def _update(collected: Collected) -> None:
-    """One optimizer step for calls over one set of tables, in forward order: all groups of it side by side."""
+    """One optimizer step for calls over one set of tables, in forward order: all its groups side by side."""
     context = collected[0][0].context
     tables, calls, grads = context.tables, [call for call, _ in collected], [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
     with tables.placed.now.rows.held(), on_device(tables.config.device):
-        # notes what is skipped, for which other threads wait
+        # inside the locks, as it writes whether the step is skipped
         scaling, stays = scaling_of([context.check_trainable()], tables, grads)
-        recurs = stays and len(calls) == 1  # recorded is what comes step after step, which is one call
+        recurs = stays and len(calls) == 1  # only updates of one call, as in every step, are recorded
         faults, groups = _faults(calls), device_groups(tables.groups)
         updates = [
             _Update(group, faults, [call.parts[g] for call in calls], [context], scaling, recurs)
@@ -91,15 +91,14 @@ def _update(collected: Collected) -> None:
 
 
 def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list[Collected]:
-    """One optimizer step for all forwards of a call in some pools, in the order of the tables there, as for one batch
-    over one table of each pool. Returns those, one by one, of pools whose tables' optimizers have no numbers in
-    common."""
+    """One optimizer step for all forwards of a call in some pools, in the order of the tables there, as of one batch
+    for each pool. Returns the calls, one by one, of pools whose tables' hyperparameters differ."""
     call, updates, rest, grads_of = forwards.call, list[_Update](), list[Collected](), list[Sequence[torch.Tensor]]()
     assert isinstance(call, DeviceCall)
     assert isinstance(call.context.tables, Selection)
     for collected in of_blocks:
         contexts = [forward.context for forward, _ in collected]
-        optimizers = [its for context in contexts if (its := context.updater.optimizer) is not None]
+        optimizers = [own for context in contexts if (own := context.updater.optimizer) is not None]
         is_one = take_one_step(optimizers)
         if not is_one and len({optimizer.alike() for optimizer in optimizers}) > 1:
             rest += [[pair] for pair in collected]
@@ -120,8 +119,8 @@ def _update_forwards(forwards: Forwards, of_blocks: Sequence[Collected]) -> list
 
 
 def _update_grouped(sets: Sequence[Collected]) -> None:
-    """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
-    in the launches of one table."""
+    """One optimizer step for the calls over several tables that share a cache and have equal hyperparameters, in the
+    launches of one table."""
     contexts = [calls[0][0].context for calls in sets]
     tables = contexts[0].tables.whole
     whole = device_groups(tables.groups)[0]
@@ -140,8 +139,8 @@ def _update_grouped(sets: Sequence[Collected]) -> None:
 
 
 class Prepared(NamedTuple):
-    """What an update reads. `batch`: its calls as one · `places`: where gradients lie that stay there, int64 (K,) ·
-    `segments`: the occurrences by row · `faults`: int64 (3 K,), those of the calls."""
+    """What an update reads. `batch`: its calls as one · `places`: addresses of gradients that are read in place, int64
+    (K,) · `segments`: the occurrences by row · `faults`: int64 (3 K,), of the calls."""
 
     batch: Combined
     places: torch.Tensor | None
@@ -151,11 +150,10 @@ class Prepared(NamedTuple):
 
 @dataclass
 class _Update:
-    """The step of a `group` of tables, or of some that share its cache: those of numbers `taken`, int32 (K,). `faults`:
-    of their calls, and `parts`: what these have there · `contexts`: of the tables · `stays`: whether `scaling` lies
-    where it did at the last step · `of_features`: the tables of its features, int32 (K,), where those are not all of
-    the cache, and one plan is of all · `features`, `counts`: see `Combined` · `block`: which of the gradients of the
-    update are those of its outputs."""
+    """The step of a `group` of tables, or of those with the numbers `taken`, int32 (K,), that share its cache.
+    `faults`, `parts`: of their calls · `contexts`: of the tables · `stays`: whether `scaling` has the same addresses as
+    at the last step · `of_features`: the table of each feature, int32 (K,), if one plan is of some of the cache's
+    tables · `features`, `counts`: see `Combined` · `block`: index of its gradients among those of the update."""
 
     group: DeviceGroup
     faults: Sequence[torch.Tensor]
@@ -171,26 +169,26 @@ class _Update:
 
     @property
     def past(self) -> torch.Tensor | None:
-        """The steps that were taken, of a dense optimizer."""
+        """The history of a dense optimizer."""
         return self.group.past if self.taken is None else self.group.pasts
 
     def begin(self) -> torch.Tensor:
-        """What is known of the options. The caller holds the rows."""
+        """The options on the device. The caller holds the locks of the rows."""
         self.group.cache.rows_version += 1
         options = self.contexts[0].check_trainable().options_on(self.group)
-        if self.past is not None:  # of the first table it was noted with these
+        if self.past is not None:  # `options_on` noted it for the first table
             for context in self.contexts[1:]:
                 device_groups(context.tables.groups)[0].note_step()
         return options
 
     @property
     def tickets(self) -> list[DeviceTicket]:
-        """Of its calls."""
+        """The tickets of its calls."""
         return [part.ticket for part in self.parts]
 
     def prepare(self, grads: Sequence[torch.Tensor]) -> Prepared:
-        """What it reads, by `grads`, or by those put together: all that may fail for want of memory, and changes no
-        row."""
+        """Computes what the update reads, from `grads`, in place or joined. Changes no row, but may run out of
+        memory."""
         places, faults = None, self.faults
         if self.of_features is not None and len(grads) > 1:
             places = self.group.lookup.addresses(grads) if _may_stay(grads) else None
@@ -215,8 +213,8 @@ class _Update:
 def _launch(
     tables: TableSet, calls: Sequence[DeviceCall], updates: Sequence[_Update], grads: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Updates, of caches of their own, as one: of all of `tables`, by `grads` of the `calls`, or of the one of several
-    forwards, block by block."""
+    """Launches updates of several caches as one, for `tables`. `grads`: of the `calls`; or for each block of the single
+    call, which is of several forwards."""
     with tables.placed.now.rows.held(), on_device(tables.config.device), contextlib.ExitStack() as used:
         if len(calls) == 1:
             calls[0].record_stream(*[grad for of_block in grads for grad in of_block])
@@ -229,18 +227,18 @@ def _launch(
         overflow = [each.group.cache.overflow(each.tickets) for each in updates]
 
         def launch(grads: Sequence[Sequence[torch.Tensor]]) -> None:
-            if torch.cuda.is_current_stream_capturing():  # of which nothing runs yet: each on a branch of its own
+            if torch.cuda.is_current_stream_capturing():  # each on a branch of the graph
 
-                def branch(each: _Update, its_options: torch.Tensor, rows: OverflowRows) -> None:
-                    each.launch(its_options, rows, each.prepare(grads[each.block]))
+                def branch(each: _Update, own_options: torch.Tensor, rows: OverflowRows) -> None:
+                    each.launch(own_options, rows, each.prepare(grads[each.block]))
 
                 todo = zip(updates, options, overflow, strict=True)
-                side_by_side(tables.config.device, [functools.partial(branch, *its) for its in todo])
+                side_by_side(tables.config.device, [functools.partial(branch, *given) for given in todo])
                 return
             prepared = [each.prepare(grads[each.block]) for each in updates]
-            with _half_done(each.group.cache for each in updates):
-                for each, its_options, rows, its in zip(updates, options, overflow, prepared, strict=True):
-                    each.launch(its_options, rows, its)
+            with _suspect_if_interrupted(each.group.cache for each in updates):
+                for each, own_options, rows, given in zip(updates, options, overflow, prepared, strict=True):
+                    each.launch(own_options, rows, given)
 
         kept = [*options]
         for each in updates:
@@ -256,9 +254,9 @@ def scaling_of(
     grads: list[torch.Tensor],
     taken: torch.Tensor | None = None,
 ) -> tuple[Scaling, bool]:
-    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one.
-    `optimizers`: of `tables`; or of several sets that share caches with these, in their order there, each of which
-    takes steps of its own: `taken`, their numbers, int32 (T,)."""
+    """What the gradients of an update are multiplied by, and whether it has the same addresses as at the last one.
+    `optimizers`: of `tables`; or of several sets that share their caches and take separate steps, in order, with the
+    numbers `taken`, int32 (T,)."""
     found_inf, grad_scale = optimizers[0].scaling(grads)
     stays = found_inf is None and grad_scale is None
     found = [optimizer.spoilt() for optimizer in optimizers]
@@ -271,21 +269,21 @@ def scaling_of(
     skipped = optimizers[0].on_device.skipped
     factors = refuse_spoilt(
         spoilt, taken, found_inf, skipped, tables.placed.now.faults.address,
-        is_dense=any(group.is_dense for group in tables.groups), apart=taken is not None,
+        is_dense=any(group.is_dense for group in tables.groups), separate=taken is not None,
     )  # fmt: skip
     return Scaling(skipped, grad_scale, factors), stays
 
 
 def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
-    """Whether an update may read several gradients where they lie, and need not put them together: in a graph, which
-    finds them in the same places each time."""
+    """Whether an update may read several gradients in place, without joining them: in a captured step, where their
+    addresses stay the same."""
     return torch.cuda.is_current_stream_capturing() and all(
         grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads
     )
 
 
 def _is_plain(parts: Sequence[DeviceGroupCall]) -> bool:
-    """Whether an update reads what recorded plans leave, its optimizer's numbers, and gradients alone."""
+    """Whether an update reads only results of recorded plans, hyperparameters and gradients."""
     return all(part.group.past is None and part.is_as_planned for part in parts)
 
 
@@ -299,7 +297,7 @@ def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         for group in groups:
             used.enter_context(group.cache.using())
         no_faults = torch.empty(0, dtype=torch.int64, device=device)
-        with _half_done(group.cache for group in groups):
+        with _suspect_if_interrupted(group.cache for group in groups):
             for group, options in todo:
                 work = group.lookup.new_segments(0, device).work
                 rate, numbers = group.lookup.begin(options, group.device_steps, no_faults, scaling, work, group.past)
@@ -308,19 +306,19 @@ def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
 
 
 def _faults(calls: Sequence[Any]) -> list[torch.Tensor]:
-    """Where the device notes what is wrong with the ids of these `DeviceCall`s."""
+    """The fault words of these `DeviceCall`s on the device."""
     return [call.memory.faults[call.block] for call in calls]
 
 
 def faults_of(calls: Sequence[Any]) -> torch.Tensor:
-    """The same as one, int64 (3 K,): `Fault`s."""
+    """The same, joined: `Fault`s, int64 (3 K,)."""
     found = _faults(calls)
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 @contextlib.contextmanager
-def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
-    """An update that is launched inside is one: interrupted, it leaves rows suspect. Of a capture nothing has run."""
+def _suspect_if_interrupted(caches: Iterable[DeviceCache]) -> Iterator[None]:
+    """Inside, an update is launched: if that is interrupted, rows are suspect. In a capture nothing is run."""
     if torch.cuda.is_current_stream_capturing():
         yield
         return
@@ -340,11 +338,11 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
 
 
 class Combined:
-    """The calls of one update in one group, as one batch: samples and winning occurrences count on. `homes`, `bag`:
+    """The calls of one update in one group, as one batch: samples and winners are numbered across them. `homes`, `bag`:
     int32 (N,), of the trained occurrences · `samples`: bags a feature.
 
-    `lookup`, `features`: of calls over several tables that share a cache, by what they are updated together, and which
-    feature of it each call is of · `counts`: samples of each call, where `grads` are put together already.
+    `lookup`, `features`: for calls over several tables that share a cache: the kernels that update them as one, and the
+    feature of each call there · `counts`: samples of each call, if `grads` are joined already.
     """
 
     def __init__(
@@ -371,10 +369,10 @@ class Combined:
             if part.argmax is not None:
                 winners = part.argmax[:count]
                 argmax.append(torch.where(winners < 0, winners, winners + first))
-            elif has_argmax:  # of another mode: of its rows nobody asks
+            elif has_argmax:  # of another mode: not read
                 argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
             first += part.trained.shape[0]
-        self.grad = torch.cat(list(grads)) if len(grads) > 1 else grads[0].contiguous()  # or put together already
+        self.grad = torch.cat(list(grads)) if len(grads) > 1 else grads[0].contiguous()  # one, or joined already
         self.argmax = torch.cat(argmax) if argmax else None
         self.scale = None
         if any(scale is not None for scale in scales):
@@ -392,7 +390,7 @@ class Combined:
 
 
 def _bags(parts: Sequence[DeviceGroupCall], counts: Sequence[int]) -> list[torch.Tensor]:
-    """The bags of the occurrences of each call, of so many samples, where these count on."""
+    """The bags of the occurrences of each call, numbered across them. `counts`: samples of each call."""
     bags, first, samples = [], 0, sum(counts)
     for part, count in zip(parts, counts, strict=True):
         feature = torch.div(part.bag, max(1, part.samples), rounding_mode="floor")
@@ -402,7 +400,7 @@ def _bags(parts: Sequence[DeviceGroupCall], counts: Sequence[int]) -> list[torch
 
 
 def _bags_of(parts: Sequence[DeviceGroupCall], features: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
-    """The same of calls over one feature each: `features` of what they share."""
+    """The same for calls over one feature each, with the numbers `features`."""
     shifts, first, samples = [], 0, sum(counts)
     for feature, count in zip(features, counts, strict=True):
         shifts.append(feature * samples + first)
@@ -421,7 +419,7 @@ def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
 
 
 def combined(collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
-    """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
+    """The calls as one batch in group number `g`, and their tickets. The caller holds the locks of the rows."""
     calls, grads = [call for call, _ in collected], [grad for _, grad in collected]
     for call, grad in zip(calls, grads, strict=True):
         call.record_stream(grad)

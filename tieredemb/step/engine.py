@@ -1,7 +1,7 @@
-"""Forwards and backwards over one set of tables: what every module on them goes through.
+"""Forwards and backwards over one set of tables, for every module on them.
 
-Several modules may share an engine, and so the tables: what one backward pass reaches through any of them is one
-update. A module brings how its lookups treat rows (`CallContext.options`) and whether they train (`hook`).
+Several modules may share an engine, and so the tables: all that one backward pass reaches through any of them is one
+update. A module says how its lookups treat rows (`CallContext.options`) and whether they train (`hook`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.cache.base import USE, USE_AGAIN, PlanKind
+from tieredemb.cache.base import USE, USE_IN_STEP, PlanKind
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.tracing import ranged
@@ -52,8 +52,8 @@ _MAY_BE_DISTRIBUTED = torch.distributed.is_available()
 
 
 class _Accumulated:
-    """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
-    way keeps no later backward from its update."""
+    """The calls that `accumulate()` keeps for the update at its end. The context alone holds it: once that is left, in
+    whatever way, later backwards update as usual."""
 
     def __init__(self) -> None:
         self.calls: Collected = []
@@ -62,14 +62,13 @@ class _Accumulated:
 class Engine:
     """Looks up in `tables`, and updates their rows by the optimizer of their config, if it has one.
 
-    `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
-    `over_ranks`: see `gradient_norms` ·
-    `planned`: forwards that were planned before they come, in these tables and in others that are planned with them ·
-    `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of longer batches are left.
+    `follows`: a torch optimizer, or its class, whose step does the update, in place of the backward · `over_ranks`: see
+    `gradient_norms` · `planned`: forwards that were planned ahead, in these tables and in others that are planned with
+    them · `ids_may_exceed_bags`: threads whose captured step passes buffers in which ids of longer batches remain.
     """
 
-    _over_ranks: OverRanks | None = None  # of what was pickled before there were ranks
-    _pending: PendingGradients | None = None  # where a torch optimizer is followed
+    _over_ranks: OverRanks | None = None  # if it was pickled before there were ranks
+    _pending: PendingGradients | None = None  # if a torch optimizer is followed
 
     def __init__(self, tables: TableSet, follows: Optimizer = None, *, over_ranks: OverRanks | None = None) -> None:
         self.tables = tables
@@ -99,7 +98,7 @@ class Engine:
         self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
-        """Where a torch optimizer is followed, gradients wait for its step."""
+        """If a torch optimizer is followed, has gradients wait for its step."""
         self._pending = None
         if isinstance(self.optimizer, FollowedOptimizer):
             self._pending = self.optimizer.pending = PendingGradients(
@@ -115,12 +114,12 @@ class Engine:
             self._wait_for_steps()
 
     def check_follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> tuple[int, OptimizerConfig]:
-        """The param group that `follow` would take, and what it means; see `FollowedOptimizer.check_follow`."""
+        """The param group that `follow` would take, and its config; see `FollowedOptimizer.check_follow`."""
         _, index, config = self._following().check_follow(optimizer, **keywords)
         return index, config
 
     def _following(self) -> FollowedOptimizer:
-        """What follows a torch optimizer, or would."""
+        """The object that follows a torch optimizer, or would."""
         if isinstance(self.optimizer, FusedOptimizer):
             raise ConfigError(
                 f"this module's rows are updated in backward, by {type(self.tables.config.optimizer).__name__}; build "
@@ -129,7 +128,7 @@ class Engine:
         return self.optimizer or self._to_follow(None)
 
     def _to_follow(self, config: OptimizerConfig | None) -> FollowedOptimizer:
-        """What is to follow a torch optimizer, with rows for `config`."""
+        """The object that is to follow a torch optimizer, with rows for `config`."""
         is_sharded, tables = self._over_ranks is not None, self.tables
         made = [TableParameter.of(tables, t, is_sharded=is_sharded) for t in range(len(tables.config.tables))]
         followed = FollowedOptimizer(tables, config, made)
@@ -138,11 +137,11 @@ class Engine:
 
     @property
     def table_parameters(self) -> list[TableParameter]:
-        """The tables as a torch optimizer has them among its params, where they follow one or are to."""
+        """The tables as params of a torch optimizer, if they follow one or are to."""
         return self.optimizer.table_parameters if isinstance(self.optimizer, FollowedOptimizer) else []
 
     def check_no_gradient(self, call: str) -> None:
-        """Raises `StorageError` where gradients of these tables, or of others that share their caches, wait for a step:
+        """Raises `StorageError` while gradients of these tables, or of others that share their caches, wait for a step:
         their rows have to stay where they are."""
         if any(each._pending is not None and each._pending.waiting for each in list(self.tables.whole.engines)):
             raise StorageError(
@@ -151,11 +150,11 @@ class Engine:
             )
 
     def drop_planned(self) -> None:
-        """Gives up the forwards that were planned ahead in these tables, and in others that are planned with them."""
+        """Drops the plans made ahead for these tables, and for others that are planned with them."""
         self.planned.drop_all()
 
     def drop_gradient(self) -> None:
-        """Drops what waits for a step, of which it warns."""
+        """Drops the gradients that wait for a step, with a warning."""
         if self._pending is not None:
             if self._pending.waiting:
                 warnings.warn(
@@ -166,14 +165,13 @@ class Engine:
             self._pending.drop()
 
     def context(self, options: LookupOptions) -> CallContext:
-        """What the calls of a module need, whose lookups treat rows as `options` say."""
+        """The context of a module's calls. `options`: how its lookups treat rows."""
         return CallContext(self.tables, options, self, self._backward_pass, _apply)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def lookup(self, batch: Batch, context: CallContext, hook: torch.Tensor) -> torch.Tensor:
-        """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
-        rows."""
+        """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient if a backward is to update rows."""
         recomputed = torch._C._current_graph_task_id() != -1  # inside a backward pass
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad, batch.weights
@@ -181,8 +179,8 @@ class Engine:
             if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
                 _check_world_size()
             make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
-            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
-            # captured step to an earlier one
+            # a new leaf: autograd remembers a leaf's stream as long as a graph is alive, which would tie a captured
+            # step to an earlier one
             return look_up(hook.detach().requires_grad_() if trains else hook, weights, make)
         place = self.tables.placed.now
         if place.are_read_in_place and not recomputed and not self.planned.waiting:
@@ -196,22 +194,21 @@ class Engine:
             call.release()
 
     def _read(self, batch: Batch, context: CallContext, place: Place) -> torch.Tensor | None:
-        """The output of a forward without gradient that needs no plan; None of one that does. `place`: of its tables
-        now."""
+        """The output of a forward without gradient; None if it needs a plan. `place`: of its tables now."""
         tables, time = self.tables, self.tables.step_time
         ages = time is None or time.begins(tables)
         if ages and tables.division is not None and tables.division.is_due_in(tables):
-            return None  # a plan looks how to divide the capacity
-        kind = USE if ages else USE_AGAIN
+            return None  # a plan divides the capacity anew
+        kind = USE if ages else USE_IN_STEP
         output = call_type(place.device_type).read(batch, context, place, kind)
         if output is not None and time is not None:
             time.looked_up(tables, None)
         return output
 
     def lookup_planned(self, given: tuple[Any, ...], hook: torch.Tensor, *, trains: bool) -> torch.Tensor | None:
-        """The same of a batch that was planned ahead for these very tensors, as it was checked then; None where there
-        is none, and for what is to be refused. Inside a backward a forward is one of before, which was not planned.
-        `trains`: whether a backward is to update rows."""
+        """The output of a forward that was planned, and checked, ahead for exactly these tensors; None if there is
+        none, or if the forward is to be refused. A forward inside a backward recomputes an earlier one, which was not
+        planned. `trains`: whether a backward is to update rows."""
         if torch._C._current_graph_task_id() != -1 or torch._C._are_functorch_transforms_active():
             return None
         if hook.is_cuda:
@@ -245,7 +242,7 @@ class Engine:
     def begin(
         self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any
     ) -> Call | Forward:
-        """The call of a forward: planned ahead for its very tensors, or now."""
+        """The call of a forward, planned ahead for exactly its tensors, or now."""
         call, time = None, self.tables.step_time
         place = self.tables.placed.now
         if place.faults is not None:
@@ -275,7 +272,7 @@ class Engine:
         kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Call:
-        """A call that is planned, on the tables' device; see `Call.plan`."""
+        """A new call, planned, on the tables' device; see `Call.plan`."""
         may_exceed = bool(self.ids_may_exceed_bags) and self.may_exceed_bags
         while True:
             place = self.tables.placed.now
@@ -286,11 +283,11 @@ class Engine:
             except StorageError:
                 if self.tables.placed.now is place:
                     raise
-                # another thread has made the caches anew meanwhile
+                # meanwhile another thread has replaced the caches
 
     @property
     def may_exceed_bags(self) -> bool:
-        """Whether ids beyond the last bag are left of longer batches, in what this thread looks up now."""
+        """Whether ids beyond the last bag remain of longer batches, in the lookups of this thread now."""
         return bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
 
     def plan_ahead(
@@ -302,8 +299,8 @@ class Engine:
         kind: PlanKind,
         memory: CallMemory | None = None,
     ) -> Planned:
-        """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
-        `Call.plan` and `TieredModule.plan_ahead`."""
+        """Plans the forward with the inputs `given` ahead, by `executor`; `make_batch` checks them and makes the batch.
+        See `Call.plan` and `TieredModule.plan_ahead`."""
 
         def plan() -> Call:
             with contextlib.ExitStack() as ahead:
@@ -311,7 +308,7 @@ class Engine:
                     ahead.enter_context(cache.ahead(given, hold))
                 return self._call(make_batch(*given), context, kind, memory)
 
-        # else who has entered the executor has done so with these
+        # else the executor was entered with these caches
         caches = [group.cache for group in self.tables.groups] if executor.on_thread else []
         for cache in caches:
             cache.release_locks()
@@ -328,7 +325,7 @@ class Engine:
         if self.accumulates:
             raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
         kept = _Accumulated()
-        with self.tables.locked():  # not amid another thread's capture
+        with self.tables.locked():  # not during another thread's capture
             self._accumulates = weakref.ref(kept)
         try:
             yield
@@ -347,14 +344,14 @@ class Engine:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are kept when a backward pass is over: a later step applies them."""
+        """Whether gradients outlast their backward pass, and a later step applies them."""
         return self._pending is not None or self.accumulates
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def move(self, device: torch.device) -> None:
-        """Moves the tables to `device`, and with them what knows where they are. Raises `StorageError` while batches
-        are in flight. A second call goes on with one that was interrupted."""
+        """Moves the tables and the optimizer to `device`. Raises `StorageError` while batches are in flight. If a call
+        was interrupted, a second one continues it."""
         if device != self.tables.config.device:
             self.check_no_gradient("move the tables")
             self.drop_planned()
@@ -364,7 +361,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_no_gradient("copy or pickle the tables")
-        self.drop_planned()  # the copy plans for itself, and tables are copied while no batch is in flight
+        self.drop_planned()  # the copy makes its own plans, and tables are copied while no batch is in flight
         state = {"tables": self.tables, "optimizer": self.optimizer, "_over_ranks": self._over_ranks}
         return state | {"division": self.tables.division if len(self.tables.groups) == 1 else None}
 
@@ -379,8 +376,8 @@ class Engine:
 
 
 class _Rows:
-    """The rows of an engine, as gradients that wait for a step know them (`pending_gradients.Owner`). It keeps the
-    engine weakly, which frees the tables with it, and no collection of garbage later."""
+    """The rows of an engine, for gradients that wait for a step (`pending_gradients.Owner`). It references the engine
+    weakly, so the tables are freed with it, without garbage collection."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -415,7 +412,7 @@ class _Rows:
 
     @ranged("update")
     def update(self, collected: Collected) -> None:
-        """Applies calls, which are in forward order, as one update."""
+        """Applies calls, given in forward order, as one update."""
         _update(collected)
 
     @ranged("update")
@@ -454,14 +451,14 @@ class _Rows:
             device_row_update.update_rows(tables, optimizer, rounds, faults)
 
 
-# of tables that share caches, or of related pools, whoever looks up in them: what one backward reaches is one update
+# one for tables that share caches, or for related pools: all that one backward reaches in them is one update
 _PASSES: weakref.WeakKeyDictionary[Any, BackwardPass] = weakref.WeakKeyDictionary()
 
 
 @ranged("update")
 def _apply(collected: Collected) -> None:
-    """Applies the calls of one backward pass in forward order, those of all engines as one update, but for those that
-    are kept for the end of `accumulate()`, or for the step of the optimizer that is followed."""
+    """Applies the calls of one backward pass in forward order, as one update over all engines. Calls inside
+    `accumulate()` are kept until its end, and calls of tables that follow an optimizer until its step."""
     for time in {call.context.tables.step_time for call, _ in collected}:
         if time is not None:
             time.backward()
@@ -489,15 +486,15 @@ def _update(collected: Collected) -> None:
         on_type: dict[str, Collected] = {}
         for pair in collected:  # tables of one conversion may be on several devices
             on_type.setdefault(pair[0].device_type, []).append(pair)
-        for device_type, its in on_type.items():
-            apply_on(device_type)(its)
+        for device_type, calls in on_type.items():
+            apply_on(device_type)(calls)
     finally:
         release_all([call for call, _ in collected])
 
 
 @functools.cache
 def call_type(device_type: str) -> type[Call]:
-    """Of the tables' device."""
+    """The kind of calls for a device."""
     if device_type == "cuda":
         from tieredemb.step.recorded_plans import ReplayedCall
 
@@ -509,8 +506,7 @@ def call_type(device_type: str) -> type[Call]:
 
 @functools.cache
 def apply_on(device_type: str) -> Callable[[Collected], None]:
-    """What takes one optimizer step, on the tables' device, for the calls of one backward pass, which are in forward
-    order."""
+    """The function that takes one optimizer step on a device, for the calls of one backward pass in forward order."""
     if device_type == "cuda":
         from tieredemb.step.device_update import apply
 

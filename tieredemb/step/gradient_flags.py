@@ -1,4 +1,4 @@
-"""Which elements of a table's gradient are finite, infinite or no numbers: bool (rows, D). Known is whether all or any
+"""Which elements of a table's gradient are finite, infinite or NaN: bool (rows, D). Known is only whether all or any
 are, and how many."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from tieredemb.errors import UnsupportedError
 
 
 class GradientFlags(torch.Tensor):
-    """`flags`: of what is known of the gradient, whether elements are · `rest`: of the zeros elsewhere · `stands_for`:
-    whether `flags` are those of elements, and not of a norm of all of them."""
+    """`flags`: for the known values of the gradient · `rest`: for the zeros elsewhere · `stands_for`: whether `flags`
+    are of elements, and not of a norm of all of them."""
 
     flags: torch.Tensor
     rest: bool

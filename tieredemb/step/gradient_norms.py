@@ -19,15 +19,14 @@ from tieredemb.step.program import Collected, in_forward_order
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 
-OverRanks = Callable[[torch.Tensor, float], torch.Tensor]  # exact sums here, or maxima; and p: those of all ranks
+OverRanks = Callable[[torch.Tensor, float], torch.Tensor]  # of exact sums or maxima here, and p: those of all ranks
 
 
 def gradient_norms(
     tables: TableSet, collected: Collected, norm_type: float, over_ranks: OverRanks | None = None
 ) -> torch.Tensor:
     """The p-norm of each table's gradient, float32 (T,) on the tables' device; p is `norm_type`, above 0, or infinite.
-    Padding is left out. `over_ranks`: where other ranks have rows of the tables, too. Does not synchronise with a
-    GPU."""
+    Padding is left out. `over_ranks`: if other ranks have rows of the tables, too. Does not synchronise with a GPU."""
     count, device = len(tables.config.tables), tables.config.device
     largest = math.isinf(norm_type)
     totals = torch.zeros(count, dtype=torch.float64, device=device) if largest else new_sums(count, device)

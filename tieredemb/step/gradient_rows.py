@@ -1,4 +1,4 @@
-"""The gradient of a table by row: the rows that it reaches, and what it is there. Everywhere else it is zero."""
+"""The gradient of a table by row: the rows that it reaches, and its values there. Everywhere else it is zero."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tieredemb.tables.table_set import TableSet
 
 @dataclass(frozen=True, eq=False)
 class RowSums:
-    """What is to be added to the gradient of a table: `values`, float32 (N, D), of the rows `ids`, int64 (N,), none of
-    them twice; −1 where there is nothing to add. On a CPU they ascend."""
+    """A summand of a table's gradient: `values`, float32 (N, D), of the rows `ids`, int64 (N,), distinct, or −1 where
+    there is nothing to add. On a CPU they ascend."""
 
     ids: torch.Tensor
     values: torch.Tensor
 
     def add_to(self, found: torch.Tensor, start: int) -> None:
-        """Adds those of the rows from `start` on to `found`, float32 (K, D). Does not synchronise."""
+        """Adds the values of rows from `start` on to `found`, float32 (K, D). Does not synchronise."""
         if self.ids.device.type == "cpu":
             low, high = np.searchsorted(self.ids.numpy(), (start, start + len(found))).tolist()
             found[self.ids[low:high] - start] += self.values[low:high]
             return
         place = self.ids - start
         is_inside = (place >= 0) & (place < len(found))
-        # the others add nothing, each to a row of its own if it can, as additions to one row wait for each other
+        # the others add nothing, if possible each to another row, as additions to one row wait for each other
         values = torch.where(is_inside[:, None], self.values, -0.0)
         others = torch.arange(len(place), device=place.device) % len(found)
         found.index_add_(0, torch.where(is_inside, place, others), values)
@@ -48,7 +48,7 @@ class GradientRows(RowSums):
 
     @classmethod
     def of(cls, given: torch.Tensor, shape: Sequence[int], device: torch.device) -> GradientRows:
-        """That of a plain tensor of `shape`, (rows, D), dense or sparse COO. Waits for a GPU. Raises
+        """From a plain tensor of `shape`, (rows, D), dense or sparse COO. Waits for a GPU. Raises
         `InvalidInputError` for another shape."""
         if tuple(given.shape) != tuple(shape):
             raise InvalidInputError(
@@ -64,17 +64,17 @@ class GradientRows(RowSums):
 
     @classmethod
     def empty(cls, shape: Sequence[int], device: torch.device) -> GradientRows:
-        """Of no row."""
+        """A gradient that reaches no row."""
         rows, width = shape
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(ids, torch.empty((0, width), dtype=torch.float32, device=device), rows)
 
     def with_values(self, values: torch.Tensor) -> GradientRows:
-        """Of the same rows."""
+        """A gradient of the same rows with other values."""
         return GradientRows(self.ids, values, self.count)
 
     def at(self, ids: torch.Tensor) -> torch.Tensor:
-        """The gradient of rows `ids`, int64 (K,): float32 (K, D), zeros for those that it does not reach."""
+        """The gradient of rows `ids`, int64 (K,): float32 (K, D), zeros for rows that it does not reach."""
         found: torch.Tensor = self.values.new_zeros((len(ids), self.values.shape[1]))
         if len(self.ids):
             place = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
@@ -119,7 +119,7 @@ class TableRows(NamedTuple):
 
 
 def union(those: Sequence[GradientRows]) -> torch.Tensor:
-    """All rows that any of them reaches, int64 (U,), ascending."""
+    """All rows that any of these gradients reaches, int64 (U,), ascending."""
     first, *others = those
     if all(each.ids is first.ids for each in others):
         return first.ids
@@ -132,7 +132,7 @@ def union(those: Sequence[GradientRows]) -> torch.Tensor:
 
 def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
     """The gradient of each table, summed over all occurrences in these calls as their update sums them. Waits for a
-    GPU. Raises `IdOutOfRangeError` or `InvalidInputError` for what was wrong with the calls' ids."""
+    GPU. Raises `IdOutOfRangeError` or `InvalidInputError` if the calls' inputs were wrong."""
     found = list[GradientRows]()
     with torch.no_grad():
         for sums, table in zip(sums_of_calls(tables, collected), tables.config.tables, strict=True):
@@ -143,8 +143,8 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
 
 
 def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
-    """The same, to be added to the gradients of whole tables. Does not wait for a GPU, which may not have said yet what
-    is wrong with ids; the step asks it on the device. Else raises as `rows_of_calls`."""
+    """The same, to be added to the gradients of whole tables. Does not wait for a GPU, which may not have reported
+    wrong ids yet; the step checks that on the device. Else raises as `rows_of_calls`."""
     device = tables.placed.now.config.device
     _check_capture(device)
     found: list[RowSums] = [
@@ -161,8 +161,8 @@ def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
             else:
                 assert isinstance(group, HostGroup)
                 sums = _sums_on_host(group, g, collected)
-            for number, its in zip(group.space.tables.tolist(), sums, strict=True):
-                found[number] = its
+            for number, total in zip(group.space.tables.tolist(), sums, strict=True):
+                found[number] = total
     return found
 
 
@@ -175,7 +175,7 @@ def _check_capture(device: torch.device) -> None:
 
 
 def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> list[RowSums]:
-    """Those of each table of a group, here and below."""
+    """The sums for each table of a group."""
     from tieredemb.lookup.gradient_rows_cpu import row_sums
     from tieredemb.step.host_call import gather
 
@@ -196,7 +196,7 @@ def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> list[RowSum
 
 
 def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> list[RowSums]:
-    """At the first occurrence of each row. Does not synchronise."""
+    """The same, at the first occurrence of each row. Does not synchronise."""
     from tieredemb.lookup.gradient_norm import first_occurrences
     from tieredemb.lookup.gradient_rows import occurrence_sums
     from tieredemb.step.device_update import combined
@@ -220,16 +220,16 @@ def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> list[Ro
 
 
 def pointwise(func: Callable[..., Any], args: Any, kwargs: Any, shape: Sequence[int]) -> GradientRows | None:
-    """What an operation that treats each element by itself makes of gradients by row, of a table of `shape`, of numbers
-    and of tensors that can be expanded to it. None where that is not zero outside of the rows that they reach, or no
-    gradient. Waits for a GPU."""
+    """The result of a pointwise operation on gradients by row, of a table of `shape`, on numbers, and on tensors that
+    can be expanded to it. None if the result is not zero outside of the rows that these reach, or no gradient. Waits
+    for a GPU."""
     given: list[GradientRows] = []
     tree_map_only(GradientRows, given.append, (args, kwargs))
     ids = union(given)
 
     def inside(each: Any) -> Any:
         if isinstance(each, GradientRows):
-            # an operation in place changes what it is given
+            # an operation in place changes its argument
             return each.values.clone() if each.ids is ids else each.at(ids)
         return each[ids] if each.dim() == 2 and len(each) == shape[0] else each
 

@@ -1,4 +1,4 @@
-"""One forward of a module on the CPU, and its update: numpy arrays, planned, pooled and updated at once."""
+"""One forward of a module on the CPU, and its update: on numpy arrays; a method is done when it returns."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ _NO_OFFSETS = torch.empty((0, 0), dtype=torch.int64, device="cpu")
 
 
 class RowPass(Change):
-    """A pass over the hot rows of a group, and the `numbers` of the step that it is, if it is one: of all of its
-    tables, or of those that plan as one. Interrupted, it is ended if it, or one that belongs to it, has begun."""
+    """A pass over the hot rows of a group. If it is an optimizer step of all its tables, or of those that plan as one,
+    `numbers` are its hyperparameters. If it is interrupted, recovery completes it, provided that any of its passes had
+    begun."""
 
     def __init__(self, group: HostGroup, rows: Pass, numbers: Hyperparameters | None = None) -> None:
         self.rows, self.cache, self.kept, self.numbers = rows, group.cache, group.kept, numbers
-        self.among: Sequence[Pass] = (rows,)  # those that are all run, or none,
-        self.done: list[Pass] = []  # and which of them were: some have nothing to run
-        self.steps: dict[int, int] = {}  # that each table is to have taken, by its number in the cold storage
+        self.among: Sequence[Pass] = (rows,)  # the passes of which all are run, or none,
+        self.done: list[Pass] = []  # and those that were run, of which some had no rows
+        self.steps: dict[int, int] = {}  # each table's count of steps afterwards, by its number in cold storage
         if numbers is not None:
             taken = self.cache.cold.metadata.steps
             self.steps = {table: taken[table] + 1 for table in group.stepping}
@@ -69,8 +70,8 @@ class RowPass(Change):
 
 
 def note_steps(passes: Sequence[RowPass]) -> None:
-    """Notes that tables have taken steps, and of dense optimizers what rows that these did not reach will need. A
-    second call does nothing."""
+    """Counts the steps that tables have taken, and with dense optimizers keeps what rows without a gradient need to
+    catch up. A second call does nothing."""
     alike: dict[tuple[Cache, DenseStep], list[int]] = {}
     for each in passes:
         step = each.numbers.dense_step if each.numbers is not None and each.numbers.terms is not None else None
@@ -85,10 +86,10 @@ def note_steps(passes: Sequence[RowPass]) -> None:
 
 
 def carry_out(passes: Sequence[RowPass]) -> None:
-    """Runs passes that belong together: all of them or none, as after an exception in between whoever uses the rows
-    next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked them."""
+    """Runs all of these passes or none: after an exception in between, the next user of the rows completes them, if one
+    had begun. The caller holds the locks of the groups' rows, and has checked them."""
     records, among, done = [], [each.rows for each in passes], list[Pass]()
-    for each in passes:  # in this very frame, which the log remembers
+    for each in passes:  # in this frame, which the intent log remembers
         each.among, each.done = among, done
         records.append(each.cache.changes.begin(each))
     for each in passes:
@@ -116,19 +117,19 @@ class HostGroupCall:
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
-        self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
-        # as they were brought to these steps for reading, and how many each table has replayed
+        self.is_caught_up = False  # whether the rows of a dense optimizer are at the current step
+        # copies of rows at the current step, made for reading, and how many steps each table has replayed
         self._copies: tuple[CopiedRows, list[int]] | None = None
         self.stack = stack
-        self.outputs = bags  # what the rows of the output are made of
+        self.outputs = bags  # whose rows are the output
         if stack is not None:
             self.outputs = replace(bags, sample=stack.row.numpy(), batch=stack.rows)
         elif not group.config.pooled:
             self.outputs = one_by_one(bags)
 
     def of_client(self, place: int, mine: slice, context: CallContext) -> HostGroupCall:
-        """What it has planned for one of the tables that plan as one, that at `place` among them. `mine`: its
-        occurrences · `context`: of who looks up in it."""
+        """The slice of the plan for one of the tables that plan as one, that at `place`. `mine`: its occurrences ·
+        `context`: of the module that looks up in it."""
         batch, bags, ticket = self.bags.batch, self.bags, self.ticket
         first, end = int(ticket.uniques[:place].sum()), int(ticket.uniques[: place + 1].sum())
         edges = bags.offsets[place * batch : (place + 1) * batch + 1]
@@ -143,7 +144,7 @@ class HostGroupCall:
         share = TicketShare(
             ticket,
             homes=ticket.homes[mine],
-            inverse=np.maximum(ticket.inverse[mine] - np.int32(first), np.int32(-1)),  # which padding stays
+            inverse=np.maximum(ticket.inverse[mine] - np.int32(first), np.int32(-1)),  # padding stays −1
             unique_keys=ticket.unique_keys[first:end],
             unique_slots=ticket.unique_slots[first:end],
         )
@@ -152,20 +153,20 @@ class HostGroupCall:
         return HostGroupCall(group, own, context.options, cast("Ticket", share))
 
     def catch_up(self) -> Pass:
-        """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
+        """With a dense optimizer: the pass that brings the rows of this forward to the current step."""
         cache = self.group.cache
         cache.check_rows(self.ticket)
         assert self.group.kept is not None
         return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, rounding_of(self.group, cache.hot.key))
 
     def limit_norms(self, max_norm: float) -> Pass:
-        """What scales the rows of this forward down to `max_norm`, where they are longer."""
+        """The pass that scales rows of this forward that are longer than `max_norm` down to it."""
         self.group.cache.check_rows(self.ticket)
         hot, rounding = self.group.cache.hot, rounding_of(self.group, self.group.cache.hot.key)
         return limit_norms(hot, self.ticket.unique_slots, max_norm, self.options.norm_type, rounding)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
-        """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
+        """Pools into `out` (carrier (B, ΣD)); keeps the winners of maxima or the rows, if a backward needs them."""
         space = self.group.space
         if not self.group.config.pooled:
             space = rows_space(space.width, "sum")
@@ -174,7 +175,7 @@ class HostGroupCall:
             self.weights = weights[: len(self.bags.keys)] if position is None else weights[position]
         if keep_argmax and space.has_max:
             self.argmax = np.full(out.shape, -1, np.int32)
-        with self.group.cache.lock:  # an update on another thread would be seen half
+        with self.group.cache.lock:  # else half of another thread's update could be read
             weight, homes = self._rows_now()
             pool(weight, homes, self.outputs, space, self.weights, out, self.argmax)
             if keep_rows:
@@ -182,11 +183,13 @@ class HostGroupCall:
 
     def pool_below(self, out: Array) -> None:
         """Pools the bags of each feature into rows of `out`, carrier (F·B, D), below those of the feature before it; or
-        puts the rows of the ids there, (N, D)."""
+        writes the rows of the ids there, (N, D)."""
         space, bags = self.group.space, self.outputs
         runs = [("sum", bags.batch)]
         if self.group.config.pooled:
-            runs = [(MODES[mode], bags.batch * len(list(its))) for mode, its in itertools.groupby(space.mode.tolist())]
+            runs = [
+                (MODES[mode], bags.batch * len(list(modes))) for mode, modes in itertools.groupby(space.mode.tolist())
+            ]
         with self.group.cache.lock:
             (weight, homes), first = self._rows_now(), 0
             for mode, rows in runs:
@@ -205,8 +208,8 @@ class HostGroupCall:
     def pool_stack(
         self, stack: Stack, bags: Array, rows: Array, every: Array | None, weights: Array | None, *, keep_argmax: bool
     ) -> None:
-        """Pools run by run into `bags`, and writes the rows of the ids that are picked to `rows`, carriers (·, D), and
-        those of all ids to `every`."""
+        """Pools run by run into `bags`, and writes the rows of the picked ids to `rows`, carriers (·, D), and the rows
+        of all ids to `every`."""
         width = self.group.space.width
         if weights is not None:
             self.weights = weights
@@ -215,21 +218,21 @@ class HostGroupCall:
         with self.group.cache.lock:
             weight, homes = self._rows_now()
             for run in stack.runs:
-                its, space = slice(*run.rows), rows_space(width, run.mode)
-                pool(weight, homes, self._bags_of(run), space, self.weights, bags[its], self.argmax[its])
+                span, space = slice(*run.rows), rows_space(width, run.mode)
+                pool(weight, homes, self._bags_of(run), space, self.weights, bags[span], self.argmax[span])
             self._pick(weight, homes, stack.picked.numpy(), rows)
             if every is not None:
                 space = rows_space(width, "sum")
                 pool(weight, homes, one_by_one(self.bags), space, NO_WEIGHTS, every, NO_ARGMAX)
 
     def _bags_of(self, run: Run) -> Bags:
-        """Those of a run, each of a sample of its own."""
+        """The bags of a run, each with a sample of its own."""
         bags, edges = self.bags, run.edges.numpy()
         return Bags(bags.keys, edges, bags.sample, bags.feature, None, len(edges) - 1)
 
     def _rows_now(self) -> tuple[Array, Array]:
-        """Rows as they are at the steps that were taken, carrier (·, D), and which of them each occurrence has. The
-        caller holds the cache's lock."""
+        """Rows at the current step, carrier (·, D), and the index among them of each occurrence's row. The caller holds
+        the cache's lock."""
         cache, homes = self.group.cache, self._read(self.ticket.homes)
         cache.check_rows(self.ticket)
         if self.group.is_dense and not self.is_caught_up:
@@ -237,24 +240,24 @@ class HostGroupCall:
         return cache.hot.weight, homes
 
     def _read(self, homes: Array) -> Array:
-        """Of `homes`, int32 (N,), those that the output reads: of padding that adds nothing to its bag −1."""
+        """`homes`, int32 (N,), with −1 for padding that adds nothing to its bag."""
         is_left_out = self.options.padding_is_dropped and self.options.plans_padding
         return _only(self.is_trained(), homes) if is_left_out else homes
 
     def _caught_up(self) -> tuple[Array, Array]:
-        """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
-        them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
+        """Copies of the rows of this forward at the current step, carrier (U, D), and the index among them of each
+        occurrence's row. The hot rows themselves catch up only as far as `kept_until`, to save a second replay."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
-        its, starts = self.group.histories, np.cumsum(self.ticket.uniques) - self.ticket.uniques
-        if len(its) == 1:  # of one table, or of several that have taken the same steps
-            parts = [(its[0], slice(None), starts if self.group.clients else None)]
+        histories, starts = self.group.histories, np.cumsum(self.ticket.uniques) - self.ticket.uniques
+        if len(histories) == 1:  # of one table, or of several that have taken the same steps
+            parts = [(histories[0], slice(None), starts if self.group.clients else None)]
         else:
             ends = starts + self.ticket.uniques
-            parts = [(each, slice(*part), None) for each, *part in zip(its, starts, ends, strict=True)]
+            parts = [(each, slice(*part), None) for each, *part in zip(histories, starts, ends, strict=True)]
         for history, part, cuts in parts:
             until = self.group.kept_until(history)
             if until is not None:
-                self.group.bring_to(until, hot, slots[part], history, cuts)
+                self.group.catch_up_to(until, hot, slots[part], history, cuts)
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.zeros(len(slots), np.uint8))
         numbers, rounding = np.arange(len(slots), dtype=np.int32), rounding_of(self.group, hot.key[slots])
         replayed: list[int] = []
@@ -267,8 +270,8 @@ class HostGroupCall:
         return rows.weight, self._read(self.ticket.inverse)
 
     def keep_caught_up(self) -> bool:
-        """The rows of tables that have planned as one stay as the last reading has brought copies of them to the steps
-        that were taken; returns False where there were none. The caller holds the locks of the rows."""
+        """Of tables that plan as one: overwrites the rows with the copies at the current step that the last lookup
+        read; returns False if there are none. The caller holds the locks of the rows."""
         copies, self._copies = self._copies, None
         if copies is None:
             return False
@@ -279,11 +282,11 @@ class HostGroupCall:
         return True
 
     def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters, history: History | None) -> Pass:
-        """One optimizer step, given the gradients of what `pool_below` has put out, of each feature in turn, float32
-        (B, D), which stay where they are. `history`: of a dense optimizer. The caller holds the lock."""
+        """One optimizer step, given for each feature in turn the gradient of its output of `pool_below`, float32 (B,
+        D), read in place. `history`: of a dense optimizer. The caller holds the lock."""
         first = min(grads, key=torch.Tensor.data_ptr)
         space = copy.copy(self.group.space)
-        # rows of an array that begins where the first gradient does, each behind as many numbers as lie in between
+        # all gradients as one array that begins with the first in memory: a column is a distance from there
         space.column = np.array([(grad.data_ptr() - first.data_ptr()) // grad.itemsize for grad in grads])
         segments, gradient = gather(self.group, [self], [first])
         gradient, hot = replace(gradient, sample=self.bags.sample), self.group.cache.hot
@@ -294,7 +297,7 @@ class HostGroupCall:
 
     def tables_of_rows(self) -> torch.Tensor:
         """See `Call`."""
-        found = np.zeros(self.outputs.batch, np.int64)  # of an empty bag none
+        found = np.zeros(self.outputs.batch, np.int64)  # of an empty bag 0
         found[self.outputs.sample] = self.group.space.tables[self.group.space.table[self.bags.feature]]
         return torch.from_numpy(found)
 
@@ -307,7 +310,7 @@ class HostGroupCall:
         out.numpy()[slice(len(gradient)) if self.bags.position is None else self.bags.position] = gradient
 
     def gradient(self, grad: Array) -> Gradient:
-        """The gradient of the rows, given that of the outputs: float32 (B, ΣD)."""
+        """The gradient of the rows, given the gradient of the outputs, float32 (B, ΣD)."""
         scale = self.weights
         if self.stack is not None:
             scale = self._with_means(self.stack, scale)
@@ -315,13 +318,13 @@ class HostGroupCall:
             scale = mean_scale(self.bags, self.group.space, self._read(self.ticket.homes))
         if self.options.scale_grad_by_freq:
             inverse = self.ticket.inverse
-            counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
+            counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding has no count
             share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
             scale = share if len(scale) == 0 else scale * share
         return Gradient(grad, self.outputs.sample, self.bags.feature, scale, self.argmax)
 
     def _with_means(self, stack: Stack, scale: Array) -> Array:
-        """The `scale` of a stack's occurrences, in whose means each has a share, too."""
+        """The `scale` of a stack's occurrences, multiplied by their shares in means."""
         means = [run for run in stack.runs if run.mode == "mean"]
         if not means:
             return scale
@@ -332,7 +335,7 @@ class HostGroupCall:
         return scale
 
     def is_trained(self) -> Array | None:
-        """Which occurrences a gradient may reach, bool (N,): not the padding where its row is planned. None for all."""
+        """Which occurrences a gradient may reach, bool (N,): all but planned rows of padding. None for all."""
         padding = self.group.space.padding
         if not self.options.plans_padding or (padding < 0).all():
             return None
@@ -359,28 +362,28 @@ class HostCall(Call):
         options, groups = self.context.options, self.context.tables.placed.now.groups
         blocks = self.blocks_of(batch, groups)
         bags, dropped, places = [], not options.plans_padding, batch.places
-        for group, (ids, edges, _) in zip(groups, blocks, strict=True):  # every id is checked before any group plans
+        for group, (ids, edges, _) in zip(groups, blocks, strict=True):  # all ids are checked before any group plans
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=places))
         self.ids = len(batch.ids)
         ages = kind.ages
-        kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=its) for its in ages]
+        kinds = [kind] * len(groups) if isinstance(ages, bool) else [kind._replace(ages=age) for age in ages]
         try:
-            for group, its_bags, (_, _, client), its_kind in zip(groups, bags, blocks, kinds, strict=True):
+            for group, group_bags, (_, _, client), group_kind in zip(groups, bags, blocks, kinds, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, its_kind, client=client)
-                self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
+                ticket = group.cache.plan(group_bags.keys, group_kind, client=client)
+                self.parts.append(HostGroupCall(group, group_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
 
     def blocks_of(self, batch: Batch, groups: Sequence[Group]) -> list[tuple[Array, Array, int | Planners | None]]:
-        """What each group looks among: ids, int64 (N,), the checked edges of their bags, int64, and who plans them. All
-        groups look among the same, but of several forwards each among those of its pool."""
+        """For each group its ids, int64 (N,), the checked edges of their bags, int64, and the clients that plan them:
+        the whole batch, or of several forwards those in its pool."""
         ids = batch.ids.numpy()
         if self.form is not None:
             found: list[tuple[Array, Array, int | Planners | None]] = []
             for block, group in zip(self.form.blocks, groups, strict=True):
-                if isinstance(batch.offsets, torch.Tensor):  # as they were checked and joined
+                if isinstance(batch.offsets, torch.Tensor):  # checked when they were joined
                     edges = batch.offsets.numpy()[block.edges]
                 else:
                     assert block.bags is not None
@@ -413,7 +416,7 @@ class HostCall(Call):
         # numpy's memory comes in huge pages: faulting 27 MB in by 4 KiB pages costs as much as the lookup
         out = np.empty((self.rows, int(columns[-1])), CARRIERS[dtype])
         array = None
-        if weights is not None:  # backward reads them again, and loaders reuse their buffers
+        if weights is not None:  # the backward reads them, and loaders reuse their buffers
             array = weights.detach().to(torch.float32, copy=differentiable).contiguous().numpy()
         for part in self.parts:
             part.pool(out, array, keep_argmax=differentiable, keep_rows=self.keeps_rows)
@@ -444,19 +447,19 @@ class HostCall(Call):
     def join(self, forwards: Sequence[Given]) -> Batch:
         form, offsets, edges = self.form, dict[int, torch.Tensor](), None
         assert form is not None
-        own = [each.reshape(-1) for its in forwards if isinstance(each := its[0], torch.Tensor)]
+        own = [each.reshape(-1) for inputs in forwards if isinstance(each := inputs[0], torch.Tensor)]
         ids = torch.cat(own).to(torch.int64)
         if not form.is_equal:
             given = [each for k in form.with_offsets if isinstance(each := forwards[k][1], torch.Tensor)]
             differ = {id(each): each for each in given}  # many tables may be given the same tensor
             numbers = {key: number for number, key in enumerate(differ)}
             which = [numbers[id(each)] for each in given]
-            its = torch.cat([*differ.values()]).to(torch.int64).view(-1, form.size) if given else _NO_OFFSETS
-            copies = its.unbind()
+            inputs = torch.cat([*differ.values()]).to(torch.int64).view(-1, form.size) if given else _NO_OFFSETS
+            copies = inputs.unbind()
             offsets.update(zip(form.with_offsets, [copies[number] for number in which], strict=True))
             found = np.empty(form.edges, np.int64)
             parts, counts = form.arrays
-            if not join_edges(its.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
+            if not join_edges(inputs.numpy(), np.array(which, np.int64), parts, counts, form.size, found):
                 raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
             edges = torch.from_numpy(found)
         of_each = torch.split(ids, form.counts)
@@ -498,10 +501,10 @@ def apply(collected: Collected) -> None:
     tables += [calls[0][0].context.tables for calls in rest]
     todo: list[RowPass] = []
     with _rows_of(tables):
-        for forwards, its in shared:
-            update = _shared_update(forwards, its)
+        for forwards, shared_calls in shared:
+            update = _shared_update(forwards, shared_calls)
             if update is None:
-                rest += [[pair] for pair in its]
+                rest += [[pair] for pair in shared_calls]
             else:
                 todo.append(update)
         for calls in rest:
@@ -511,7 +514,7 @@ def apply(collected: Collected) -> None:
         for calls in rest:
             grads = [grad for _, grad in calls]
             place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
-            assert optimizer is not None  # the backward has asked for it
+            assert optimizer is not None  # checked in the backward
             for g, group in enumerate(place.groups):
                 assert isinstance(group, HostGroup)
                 numbers = optimizer.numbers(tuple(group.cache.cold.metadata.steps[group.own]), grads)
@@ -523,13 +526,13 @@ def apply(collected: Collected) -> None:
 
 
 def rounding_of(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
-    """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
+    """See `Group.rounding`; without a call if rows are rounded to nearest."""
     return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)
 
 
 def _rows_of(tables: Sequence[TableSet]) -> Locks:
-    """The locks of the rows of all caches of these tables. A plan on another thread may replace the arrays of a cache
-    whose lock is free."""
+    """The locks of the rows of all caches of these tables. Without its lock, a plan on another thread may replace the
+    arrays of a cache."""
     if len(tables) == 1:
         return tables[0].placed.now.rows.held()
     return Locks({group.cache for each in tables for group in each.placed.now.groups}, plans=False)
@@ -540,11 +543,11 @@ def no_rows() -> Pass:
 
 
 def _shared_update(forwards: Forwards, collected: Collected) -> RowPass | None:
-    """The update of all tables of a call in one pool as that of one batch, where their optimizers have the same
-    numbers. The caller holds the locks of the rows."""
+    """The update of all tables of a call in one pool, as of one batch; None if their optimizers' hyperparameters
+    differ. The caller holds the locks of the rows."""
     whole, grads = forwards.call.parts[collected[0][0].block], [grad.contiguous() for _, grad in collected]
     history = whole.group.shared_history if forwards.is_dense else None
-    if forwards.is_dense and history is None:  # each table has taken steps of its own
+    if forwards.is_dense and history is None:  # the tables have taken different steps
         return None
     numbers = _shared_numbers(whole.group, [call.context.updater.optimizer for call, _ in collected], grads)
     if numbers is None:
@@ -556,18 +559,18 @@ def _shared_update(forwards: Forwards, collected: Collected) -> RowPass | None:
 def _shared_numbers(
     group: HostGroup, optimizers: Sequence[RowOptimizer], grads: Sequence[torch.Tensor]
 ) -> Hyperparameters | None:
-    """The numbers of the next step of tables that plan as one `group`, each of which has an optimizer and a gradient;
-    None where they have no one step."""
+    """The hyperparameters of the next step of tables that plan as one `group`, each with an optimizer and a gradient;
+    None if they differ."""
     taken, first = group.cache.cold.metadata.steps, optimizers[0]
     steps = [taken[table] for table in group.clients]
     if take_one_step(optimizers):
         return first.numbers(tuple(steps), grads)
     found = []
     for optimizer, step, grad in zip(optimizers, steps, grads, strict=True):
-        its = optimizer.numbers((step,), [grad])
-        if its is None:
+        taken_step = optimizer.numbers((step,), [grad])
+        if taken_step is None:
             return None
-        found.append(its)
+        found.append(taken_step)
     if len({(each.recipe, each.numbers, each.scale, each.dense_step) for each in found}) > 1:
         return None
     return replace(found[0], rate=np.concatenate([each.rate for each in found]))
@@ -576,14 +579,14 @@ def _shared_numbers(
 def prepare_update(
     group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor], numbers: Hyperparameters
 ) -> Pass:
-    """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
+    """One optimizer step of a group, for the calls of one backward pass in forward order. The caller holds the lock."""
     hot, rounding = group.cache.hot, rounding_of(group, group.cache.hot.key, ahead=1)
     segments, gradient = gather(group, parts, grads)
     return update(hot, segments, gradient, group.space, numbers, group.kept, rounding)
 
 
 def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:
-    """The calls of one backward pass as one batch: its trained occurrences by row, and their gradient."""
+    """The calls of one backward pass as one batch: trained occurrences by row, and their gradient."""
     gradients = [part.gradient(grad.contiguous().numpy()) for part, grad in zip(parts, grads, strict=True)]
     if len(parts) == 1:
         inverse = _only(parts[0].is_trained(), parts[0].ticket.inverse)
@@ -593,12 +596,12 @@ def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tenso
 
 
 def _only(trained: Array | None, occurrences: Array) -> Array:
-    """int32 (N,), −1 for those that are not `trained`."""
+    """`occurrences`, int32 (N,), with −1 for those that are not `trained`."""
     return occurrences if trained is None else np.where(trained, occurrences, np.int32(-1))
 
 
 def _concatenate(gradients: list[Gradient]) -> Gradient:
-    """Several batches as one: samples and winning occurrences count on."""
+    """Several batches as one: samples and winners are numbered across them."""
     samples = np.cumsum([0] + [len(g.grad) for g in gradients])
     occurrences = np.cumsum([0] + [len(g.sample) for g in gradients])
     scaled = any(len(g.scale) for g in gradients)

@@ -1,6 +1,6 @@
-"""A step on the CPU that is given the gradients of rows, and no calls: of many rows some at a time.
+"""A step on the CPU from gradients of rows, without calls; many rows are given in rounds.
 
-A step that reaches all rows is one change of the caches' logs, inside which the cache is called as ever.
+A step that reaches all rows is one change in the caches' intent logs, inside which the caches are called as usual.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def update_rows(
     tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], *, reaches_all: bool
 ) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. Where it `reaches_all` rows
-    of a table, rows are updated where they lie; interrupted, such a step leaves the cache broken (`BrokenCacheError`).
-    Else they are planned as one batch, if there are any, and the step is taken or not, whatever interrupts. Raises
-    `StorageFullError` before anything changes."""
+    """One step of the optimizer; each row has its gradient in one of the `rounds`. If it `reaches_all` rows of a table,
+    rows are updated in place; if that is interrupted, the cache is broken (`BrokenCacheError`). Else they are planned
+    as one batch, if there are any, and after an interrupt the step is taken or not. Raises `StorageFullError` before
+    anything changes."""
     groups = [group for group in tables.groups if isinstance(group, HostGroup)]
     numbers = [optimizer.numbers(tuple(group.steps), []) for group in groups]
     taken = [each for each in numbers if each is not None]
@@ -46,8 +46,10 @@ def update_rows(
     if not reaches_all:
         every = [each for some in rounds for each in some]
         with tables.locked() if every else tables.placed.now.rows.held():
-            planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
-            carry_out([RowPass(group, rows, its) for group, _, rows, its in planned])
+            planned = [
+                (group, *_planned(group, every, given), given) for group, given in zip(groups, taken, strict=True)
+            ]
+            carry_out([RowPass(group, rows, given) for group, _, rows, given in planned])
         for _, ticket, _, _ in planned:
             if ticket is not None:
                 ticket.release()
@@ -56,18 +58,18 @@ def update_rows(
         for table in range(len(tables.config.tables)):
             tables.reserve(table)
         for some in rounds:
-            for group, its in zip(groups, taken, strict=True):
+            for group, given in zip(groups, taken, strict=True):
                 change.has_begun = True
-                _update(group, some, its)
-        for group, its in zip(groups, taken, strict=True):
-            if its.dense_step is not None:
-                group.cache.cold.history.append(group.stepping, its.dense_step)
+                _update(group, some, given)
+        for group, given in zip(groups, taken, strict=True):
+            if given.dense_step is not None:
+                group.cache.cold.history.append(group.stepping, given.dense_step)
             group.steps = [step + 1 for step in group.steps]
 
 
 class _Given(NamedTuple):
-    """What a step is given of a group's rows: their `keys`, int64 (K,), and `gradient`, each row an occurrence of a
-    bag of its own, in `space`, where features have no columns of their own."""
+    """Rows of a group in a step: their `keys`, int64 (K,), and `gradient`, in which each row is an occurrence in a bag
+    of its own, in a `space` whose features have no columns of their own."""
 
     keys: Array
     gradient: Gradient
@@ -75,7 +77,7 @@ class _Given(NamedTuple):
 
 
 def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
-    """Those of the rows that are the group's; None without any."""
+    """The rows that belong to the group; None without any."""
     space = group.space
     position = {int(table): j for j, table in enumerate(space.tables)}
     mine = [(position[each.table], each) for each in some if each.table in position and len(each.ids)]
@@ -86,19 +88,19 @@ def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
     values = [each.values.numpy() for _, each in mine]
     grad = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values))
     feature = np.repeat(np.array(features, np.int32), [len(each.ids) for _, each in mine])
-    its = copy.copy(space)
-    its.column, its.mode = np.zeros_like(space.column), np.full_like(space.mode, SUM)
+    own_space = copy.copy(space)
+    own_space.column, own_space.mode = np.zeros_like(space.column), np.full_like(space.mode, SUM)
     own = np.arange(len(keys), dtype=np.int32)
-    return _Given(keys, Gradient(grad, own, feature, NO_WEIGHTS, NO_ARGMAX), its)
+    return _Given(keys, Gradient(grad, own, feature, NO_WEIGHTS, NO_ARGMAX), own_space)
 
 
 def _segments(places: Array, which: Array) -> Segments:
-    """Rows at `places`, int32 (U,), each of one occurrence, those of `which`, int (U,)."""
+    """Segments of one occurrence each: rows at `places`, int32 (U,), and the occurrences `which`, int (U,)."""
     return Segments(places, np.arange(len(places) + 1, dtype=np.int64), which.astype(np.int32))
 
 
 def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> tuple[Ticket | None, Pass]:
-    """The update of those rows that are the group's, which were brought into slots. The caller holds the locks."""
+    """The update of the rows that belong to the group, after filling them into slots. The caller holds the locks."""
     given = _given(group, some)
     if given is None:
         return None, no_rows()
@@ -109,7 +111,7 @@ def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparamete
 
 
 def _update(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> None:
-    """Updates those rows that are the group's where they lie."""
+    """Updates the rows that belong to the group in place."""
     given = _given(group, some)
     if given is None:
         return

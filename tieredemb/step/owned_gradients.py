@@ -1,7 +1,7 @@
 """Gradients of tables that are objects of their own: by row, or tensors that code has assigned to `.grad`.
 
-They stay what they are until they are set to None, as gradients do in torch: a step applies them, the next one does so
-again, a backward adds to them, and what changes them in place changes them for all who have them.
+As in torch, they stay until they are set to None: a step applies them, the next step applies them again, a backward
+adds to them, and code that changes one in place changes it for all references.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tieredemb.step.table_gradient import TableGradient, norm_by_row
 
 
 class OwnedGradients(dict[int, torch.Tensor]):
-    """By table: a `TableGradient` that is known by row, or a plain tensor (rows, D), dense or sparse."""
+    """For each table a `TableGradient` known by row, or a plain tensor (rows, D), dense or sparse."""
 
     def rows(self, table: int) -> GradientRows:
-        """One by row. Waits for a GPU."""
+        """A gradient by row. Waits for a GPU."""
         own = self[table]
         if isinstance(own, TableGradient):
             return own.known.rows()
@@ -28,7 +28,7 @@ class OwnedGradients(dict[int, torch.Tensor]):
         return own.known.norm(order) if isinstance(own, TableGradient) else norm_by_row(self.rows(table), order)
 
     def add(self, table: int, rows: GradientRows) -> None:
-        """Adds what a backward has brought, in place where torch would."""
+        """Adds the gradient of a backward, in place where torch would."""
         own = self[table]
         if isinstance(own, TableGradient):
             own.known.add(rows)

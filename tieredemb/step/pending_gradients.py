@@ -1,20 +1,20 @@
-"""Calls that wait for the step of a torch optimizer, and what of their gradient is known meanwhile.
+"""Calls that wait for the step of a torch optimizer, and their gradients until then.
 
-They are kept as `accumulate()` keeps them: their rows stay in their slots, and the update is that of one backward over
-all of them as one batch. Of the gradient nothing is computed but each table's norm, when somebody reads it. What
-others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
-gradient that it has; what a later backward brings is added to that.
+Calls are kept as `accumulate()` keeps them: their rows stay in their slots, and the update is that of one backward over
+all of them as one batch. Of the gradient only each table's norm is computed, when it is read. A factor that code
+multiplies the gradient by is multiplied into the gradients collected so far, as torch would do; gradients of later
+backwards are added.
 
-A gradient that reaches all rows, as of a loss that uses a table as a whole, is kept as what it is made of
-(`WholeGradient`), and joins the calls' in the update, chunk by chunk.
+A gradient that reaches all rows, as of a loss over a whole table, is kept as terms (`WholeGradient`), and added to the
+calls' gradients in the update, chunk by chunk.
 
-A gradient whose elements somebody sets, or that a hook has seen, is an object of its own from there on
-(`OwnedGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
-output has them as its gradient.
+If code sets elements of a gradient, or a hook has seen it, it becomes an object of its own (`OwnedGradients`). The
+update is then that of a call that looks up the rows of all tables' gradients once, with these as gradient of its
+output.
 
-As a parameter's, a table's `.grad` is there from a backward until it is set to None, and a step of the optimizer is
-one of the table then. After a step zeros are left of it, as after `zero_grad(set_to_none=False)`: the next step has no
-gradient, unless a backward comes before.
+As for a parameter, a table's `.grad` exists from a backward until it is set to None, and meanwhile a step of the
+optimizer is a step of the table. After a step it is zeros, as after `zero_grad(set_to_none=False)`: the next step has
+no gradient, unless a backward runs before.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
 
 
 class Owner(Rows, Protocol):
-    """Who has the rows of the tables, and updates them."""
+    """Has the rows of the tables, and updates them."""
 
     def update(self, collected: Collected) -> None:
-        """Applies calls, which are in forward order, as one update, and releases them."""
+        """Applies calls, given in forward order, as one update, and releases them."""
 
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
 
     def update_rows(self, rounds: Iterator[list[TableRows]], calls: Sequence[Call], *, reaches_all: bool) -> None:
-        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them. Releases
-        the `calls` that they are of: where a GPU has refused one of these, it refuses the step. `reaches_all`: whether
-        all rows of a table are."""
+        """Takes a step from gradients of rows, given in `rounds`, each row in one of them. Releases the `calls` that
+        they are of: if a GPU has refused one of these, it refuses the step. `reaches_all`: whether they are of all rows
+        of a table."""
 
 
 class PendingGradients:
-    """What one set of tables has collected since the last step. `parameters`: the tables · `over_ranks`: see
+    """The gradients of one set of tables since the last step. `parameters`: the tables · `over_ranks`: see
     `gradient_norms`."""
 
     def __init__(
@@ -72,41 +72,41 @@ class PendingGradients:
     ) -> None:
         self._tables = tables
         self._parameters = parameters
-        self.has_hooks = any(each.hooks or each.post_hooks for each in parameters)  # or has had
+        self.has_hooks = any(each.hooks or each.post_hooks for each in parameters)  # or had
         self._over_ranks = over_ranks
         self.owner = owner
         self._count = len(tables.config.tables)
         self._calls: Collected = []
-        # of tables whose gradient reaches all rows, beside what the calls say
+        # of tables whose gradient reaches all rows, in addition to the calls'
         self.whole: dict[int, WholeGradient] = {}
-        self._owned = OwnedGradients()  # of these tables the whole gradient, whatever the calls say
-        self._is_applied = False  # what is owned, by the last step
+        self._owned = OwnedGradients()  # for these tables the complete gradient
+        self._is_applied = False  # whether the last step applied the owned gradients
         self.copies: list[weakref.ref[Known]] = []  # see `Source`
-        self.is_there = False  # whether the tables have a gradient, if of zeros, as after a step
-        self.applied_calls = 0  # how many the last step has applied
-        self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
+        self.is_there = False  # whether the tables have a gradient, perhaps of zeros, as after a step
+        self.applied_calls = 0  # calls that the last step has applied
+        self._zeros: list[torch.Tensor] | None = None  # the gradient then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
-        self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
-        self._norms: tuple[object, torch.Tensor] | None = None  # float32 (T,), and of what they are
-        self._spoilt: torch.Tensor | None = None  # by what was multiplied in before; see `spoilt`
-        self.applied: torch.Tensor | None = None  # the same of what is applied
+        self._read: list[torch.Tensor] | None = None  # for each table float32 (2,): its norm and the trace
+        self._norms: tuple[object, torch.Tensor] | None = None  # float32 (T,), and of which gradients
+        self._spoilt: torch.Tensor | None = None  # by earlier factors; see `spoilt`
+        self.applied: torch.Tensor | None = None  # the same for the applied gradients
         self._dropped: set[int] = set()
-        self._zeroed: set[int] = set()  # by hand, of calls that are collected
+        self._zeroed: set[int] = set()  # tables zeroed by hand, while calls are collected
         self._gradients: dict[int, TableGradient] = {}
-        self._epoch = 0  # how often the gradients have become others, so that norms of before are no longer theirs
-        self._is_fresh = True  # whether nothing was left of the step before when the first backward came
+        self._epoch = 0  # counts changes of the gradients, which make earlier norms invalid
+        self._is_fresh = True  # whether no gradient of the step before was left at the first backward
         self._has_warned = self._has_warned_of_zeros = False
         self._table_of_column: torch.Tensor | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits for a step."""
+        """Whether gradients wait for a step."""
         return bool(self._calls or self.whole) or (bool(self._owned) and not self._is_applied)
 
     @staticmethod
     def add_all(those: Mapping[PendingGradients, Collected]) -> None:
-        """Adds what a backward pass has brought to each: its calls, and uses of whole tables. Where nothing but calls
-        waits they are appended here: a model may have many sets of tables, and a Python call for each costs more."""
+        """Adds the calls of a backward pass, and uses of whole tables, to each. If only calls wait, they are appended
+        here: a model may have many sets of tables, and a Python call for each costs more."""
         for mine, collected in those.items():
             is_plain = not (mine.whole or mine._owned or mine._dropped or mine._zeroed or mine.copies or mine.has_hooks)
             for call, _ in collected:
@@ -114,7 +114,7 @@ class PendingGradients:
             if not is_plain or mine._read is not None:
                 mine._add(collected)
                 continue
-            mine.is_there, mine._is_applied = True, False  # first: `zero_grad()` finds what an interruption leaves
+            mine.is_there, mine._is_applied = True, False  # first, so that `zero_grad()` also clears after an interrupt
             mine._epoch += 1
             mine._calls += collected
 
@@ -143,7 +143,7 @@ class PendingGradients:
                 each.call_post_hooks()
 
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
-        """What calls bring to gradients that are owned: those of tables with hooks are from here on."""
+        """The calls' gradients for tables whose gradients are owned, as those of tables with hooks become here."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
         if not hooked and not self._owned:
             return {}
@@ -158,20 +158,20 @@ class PendingGradients:
         return found
 
     def _materialise_copies(self) -> None:
-        """Before the gradients become others: copies of what they are find their rows, if these can be found."""
+        """Called before the gradients change: has copies of them find their rows, if possible."""
         copies, self.copies = self.copies, []
         for each in filter(None, [copy() for copy in copies]):
             if each.own is not None:
                 each.materialise()
 
     def _end(self, table: int) -> None:
-        """The gradient of a table becomes another one. If anybody has the old one, that stays what it was."""
+        """Ends the gradient of a table. If other code has it, it keeps its value."""
         if table in self._gradients and _is_kept(self._gradients, table):
             known = self._gradients.pop(table).known
             if known.is_bound:
                 known.materialise()
 
-    # --- what is found in `.grad` ------------------------------------------------------------------------------------
+    # --- the value of `.grad` ----------------------------------------------------------------------------------------
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
@@ -187,7 +187,7 @@ class PendingGradients:
         self._gradients = {}
 
     def _bound(self, table: int) -> TableGradient:
-        """What says what is known of the gradient of a table that is not owned."""
+        """The object for a table's gradient that is not owned."""
         config = self._tables.placed.now.config
         found = self._gradients.get(table)
         if found is None:
@@ -196,7 +196,7 @@ class PendingGradients:
         return found
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces it; None drops the table's gradient. Raises `InvalidInputError` for what is no gradient of it."""
+        """Sets `.grad`; None drops the table's gradient. Raises `InvalidInputError` if `value` is no gradient of it."""
         if value is None:
             self._is_fresh = True
             if table in self._gradients and (
@@ -208,7 +208,7 @@ class PendingGradients:
             if len(self._dropped) == self._count:
                 if self._calls or self.whole or self.copies:
                     self._drop()
-                else:  # what is left of a step
+                else:  # the zeros after a step
                     self.is_there, self._dropped = False, set()
             return
         self._check_assigned(table, value)
@@ -218,13 +218,13 @@ class PendingGradients:
         known = value.known
         is_here = self.is_there and table not in self._dropped and table not in self._owned
         if known.is_of(self, table) and is_here:
-            if known.own is not None:  # a multiple of what it is
+            if known.own is not None:  # a multiple of itself
                 now = self._values()[table]
                 self._replace_bound(table, value, now)
                 now.copy_(known.own)
                 known.own = None
         elif known.is_bound:
-            self._take(table, of_rows(known.rows()))  # that of another table
+            self._take(table, of_rows(known.rows()))  # another table's gradient
         elif value is not self._owned.get(table):
             known.become(known.rows())
             self._take(table, value)
@@ -246,7 +246,7 @@ class PendingGradients:
             )
 
     def _replace_bound(self, table: int, value: TableGradient, now: torch.Tensor) -> None:
-        """`value`, which is known by numbers, is the gradient from here on. Who has the old one has a copy."""
+        """Makes `value`, known by numbers, the gradient. Other code that has the old one has a copy."""
         if table in self._gradients and _is_kept(self._gradients, table):
             kept = self._gradients[table].known
             kept.own = now.clone()
@@ -261,7 +261,7 @@ class PendingGradients:
         self._take(table, bound)
 
     def _take(self, table: int, value: torch.Tensor) -> None:
-        """`value` is the gradient of a table from here on."""
+        """Makes `value` the gradient of a table."""
         self._check_one_rank()
         if not self.is_there:
             self._dropped = set(range(self._count))
@@ -291,7 +291,7 @@ class PendingGradients:
         return rows.with_values(scaled)
 
     def _check_one_rank(self) -> None:
-        """Raises `UnsupportedError` where gradients lie on several ranks."""
+        """Raises `UnsupportedError` if gradients are spread over several ranks."""
         if self._over_ranks is not None:
             raise UnsupportedError(
                 "the gradient of a sharded table lies on several ranks, and this operation needs its elements; it can "
@@ -310,7 +310,7 @@ class PendingGradients:
                     "it and zeros are left of it here; read it between backward() and step()",
                     stacklevel=2,
                 )
-            self._is_fresh = True  # where somebody zeroes by hand
+            self._is_fresh = True  # if code zeroes it by hand
         return self._values()[table]
 
     def zero(self, table: int) -> None:
@@ -322,14 +322,14 @@ class PendingGradients:
         if self._read is not None:
             self._read[table].zero_()
         if len(self._zeroed | self._dropped) == self._count and not self._owned:
-            # what is collected is dropped, and zeros are left of it
+            # collected calls are dropped, and the gradient is zeros
             dropped = set(self._dropped)
             self._drop()
             self.is_there, self._dropped = True, dropped
 
     def norms(self, norm_type: float) -> torch.Tensor:
-        """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
-        synchronise, but where gradients are owned or reach all rows."""
+        """The norms of the tables' present gradients, float32 (T,); zero for dropped ones. Does not synchronise, unless
+        gradients are owned or reach all rows."""
         if not (self._calls or self.whole or self._owned):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
@@ -344,7 +344,7 @@ class PendingGradients:
         return self._norms[1]
 
     def _collected_norms(self, norm_type: float) -> torch.Tensor:
-        """Those of what is not owned. Does not synchronise but where a gradient reaches all rows."""
+        """The norms of gradients that are not owned. Does not synchronise, unless a gradient reaches all rows."""
         if self._calls:
             norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
         else:
@@ -372,7 +372,7 @@ class PendingGradients:
     # --- factors ----------------------------------------------------------------------------------------------------
 
     def _fold(self) -> None:
-        """Multiplies what others have multiplied the gradients by into them. Does not synchronise."""
+        """Multiplies factors that code has applied into the gradients. Does not synchronise."""
         if self._zeroed:
             self._values()
         if self._read is None:
@@ -384,7 +384,7 @@ class PendingGradients:
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
                 factors, zeroed = values[:, 1] / TRACE, values[:, 0] == 0
-                # where the norm is zero now nothing is left of the gradient, infinities included
+                # a norm of zero means zeros, even in place of infinities
                 scaled = []
                 for call, grad in self._calls:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
@@ -399,8 +399,8 @@ class PendingGradients:
         return spoilt.masked_fill_(zeroed, 0.0)
 
     def spoilt(self) -> torch.Tensor | None:
-        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or None.
-        As zeros times such a factor are NaN, no row of the table is a number after a step, in torch. Does not
+        """Float32 (T,): NaN for a table whose gradient was multiplied by a factor that is not finite, else 0; or None.
+        In torch, zeros times such a factor are NaN, so after a step all rows of the table are. Does not
         synchronise."""
         if self._read is None:
             return self._spoilt
@@ -409,7 +409,7 @@ class PendingGradients:
             return self._spoilt_by(values[:, 1], values[:, 0] == 0)
 
     def _columns(self, device: torch.device) -> torch.Tensor:
-        """The table of each column of the outputs, int64 (ΣD,). Kept: a capture could not bring it to a GPU."""
+        """The table of each column of the outputs, int64 (ΣD,). Kept, as a capture could not copy it to a GPU."""
         if self._table_of_column is None or self._table_of_column.device != device:
             tables = torch.tensor([feature.table for feature in features_of(self._tables.config.tables)], device="cpu")
             widths = torch.tensor([table.embedding_dim for table in self._tables.config.tables], device="cpu")
@@ -419,8 +419,8 @@ class PendingGradients:
 
     @staticmethod
     def check(those: Sequence[PendingGradients]) -> list[torch.Tensor | None]:
-        """Raises `BackwardError` where some tables of a set have lost their gradient and others not. Warns where torch
-        would have added to the gradient of the step before. Returns what is `spoilt` of each."""
+        """Raises `BackwardError` if some tables of a set have lost their gradient and others not. Warns where torch
+        would have added to the gradient of the last step. Returns for each what is `spoilt`."""
         for mine in those:
             if mine._dropped or mine.whole or len(mine._calls) > 1 or not mine._is_fresh:
                 mine._check()
@@ -442,7 +442,7 @@ class PendingGradients:
             )
 
     def _check_size(self) -> None:
-        if self._tables.config.device.type == "cuda":  # one alone was checked when it came
+        if self._tables.config.device.type == "cuda":  # a single call was checked at its backward
             from tieredemb.step.device_update import check_bags
 
             check_bags(self._tables, [call for call, _ in self._calls])
@@ -458,8 +458,8 @@ class PendingGradients:
 
     @staticmethod
     def apply(those: Sequence[PendingGradients]) -> None:
-        """Applies what they have collected as one update; of those that have collected nothing, a step without a
-        gradient. Interrupted before that has begun, it is dropped."""
+        """Applies what they have collected as one update; those that have collected nothing take a step without a
+        gradient. If it is interrupted before the update begins, the gradients are dropped."""
         by_row, alone = list[PendingGradients](), list[PendingGradients]()
         for each in those:
             if each._zeroed or each._read is not None:
@@ -473,21 +473,21 @@ class PendingGradients:
                 by_row.append(each)
             elif not each._calls:
                 alone.append(each)
-            # of a step without a gradient zeros are left, as in torch
+            # after a step without a gradient it is zeros, as in torch
             each._is_fresh, each.is_there = not (each._calls or each.whole), True
             each.applied, each._is_applied = each._spoilt, bool(each._owned)
             each.applied_calls = len(each._calls)
         for each in by_row:
             rounds, reaches_all = each._rounds(), bool(each.whole)
             each.owner.update_rows(rounds, [call for call, _ in each._taken([each])], reaches_all=reaches_all)
-        calls = PendingGradients._taken(those)  # which the others have left
+        calls = PendingGradients._taken(those)  # the remaining ones
         if calls:
             those[0].owner.update(in_forward_order(calls))
         for each in alone:
             each.owner.step_alone()
 
     def _rounds(self) -> Iterator[list[TableRows]]:
-        """The gradients of rows, some at a time. What calls have found is found now, the rest when it is asked for."""
+        """The gradients of rows, in rounds. Those of calls are computed now, the rest when they are requested."""
         whole, first = dict(self.whole), list[TableRows]()
         sums: Sequence[RowSums]
         if len(whole) == self._count:
@@ -495,21 +495,23 @@ class PendingGradients:
         else:
             rows = rows_of_calls(self._tables, self._calls)
             rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
-            first = [TableRows(t, its.ids, its.values) for t, its in enumerate(rows) if t not in whole and len(its.ids)]
+            first = [
+                TableRows(t, part.ids, part.values) for t, part in enumerate(rows) if t not in whole and len(part.ids)
+            ]
             sums = rows
 
         def found() -> Iterator[list[TableRows]]:
             if first:
                 yield first
-            for table, its in whole.items():
-                for start, values in its.chunks(sums[table]):
+            for table, gradient in whole.items():
+                for start, values in gradient.chunks(sums[table]):
                     ids = torch.arange(start, start + len(values), device=values.device)
                     yield [TableRows(table, ids, values, start)]
 
         return found()
 
     def drop(self) -> None:
-        """Drops what is collected, and gives its rows free."""
+        """Drops what is collected, and releases its rows."""
         for table in range(self._count):
             self._end(table)
         self._drop()
@@ -522,7 +524,7 @@ class PendingGradients:
 
     @staticmethod
     def _taken(those: Sequence[PendingGradients]) -> Collected:
-        """The calls that they have collected, which wait no longer."""
+        """Takes the calls that they have collected."""
         calls = Collected()
         for each in those:
             if each.copies:
@@ -536,14 +538,14 @@ class PendingGradients:
 
 
 def _is_kept(gradients: dict[int, TableGradient], table: int) -> bool:
-    """Whether anybody else has one of them, or a view of it. What runs in each step tests it without a call."""
+    """Whether other code has the gradient, or a view of it. Code of each step tests this without a call."""
     return getrefcount(gradients[table]) > _ALONE or getrefcount(gradients[table].known) > _ALONE
 
 
 _A_GRADIENT = {0: TableGradient((1, 1), torch.device("cpu"), Known())}
-_ALONE = getrefcount(_A_GRADIENT[0])  # references that are counted of what nobody else has
+_ALONE = getrefcount(_A_GRADIENT[0])  # the count of references without other users
 
 
 def _without_views(values: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of `values`, in its memory, and yet no views, which have no `detach_()`."""
+    """The rows of `values`, in its memory, but not as views, which have no `detach_()`."""
     return [each.data for each in values.unbind()]

@@ -1,4 +1,4 @@
-"""Forwards that were planned before they come, and how a forward finds its plan: by the very tensors it is given."""
+"""Forwards that were planned ahead, and how a forward finds its plan: by its very input tensors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class PlanExecutor(Executor):
-    """Where plans are made ahead, one after the other. `on_thread`: on a thread of its own, whenever it gets to them;
-    else at once, by who has entered it for all forwards of a batch, with the caches that these use."""
+    """Makes plans ahead, one after another. `on_thread`: on another thread, when that is free; else at once, on the
+    thread that has entered it for all forwards of a batch, with the caches that these use."""
 
     on_thread: bool
 
     def wait_for_inputs(self) -> None:
-        """To be called by who reads inputs of what is to be planned, and not by `submit`: the current stream of a GPU
-        waits for those that are being copied there."""
+        """Called before inputs are read outside of `submit`: the current stream of a GPU waits for those that are being
+        copied there."""
 
 
 class CompletedFuture(Future[T]):
-    """A future that has come: a plan that was made at once, or the `error` that it has ended in. A step makes one for
-    each forward that is planned ahead, and what others need to wait costs more than all else here."""
+    """A completed future: a plan that was made at once, or the `error` that it ended in. A step makes one for each
+    forward that is planned ahead, and the locks of other futures would cost more than all else here."""
 
     def __init__(self, result: T | None, error: BaseException | None = None) -> None:
         self._result = result
@@ -60,9 +60,9 @@ class CompletedFuture(Future[T]):
 
 
 def identity(given: Given) -> tuple[Any, ...]:
-    """The guards of a forward's inputs, as `torch.compile` names what has to stay: of a tensor its address, its version
-    (−1 in inference mode, where none is counted), shape, strides, dtype and device. They tell inputs, as they are now,
-    from others, as long as they are held; to look them up by, too."""
+    """The guards of a forward's inputs (as `torch.compile` calls what must not change): of a tensor its address,
+    version (−1 in inference mode, which counts none), shape, strides, dtype and device. While inputs are held, their
+    guards distinguish them, unchanged, from all others; they are hashable."""
     found: list[Any] = []
     for part in given:
         if isinstance(part, torch.Tensor):
@@ -74,34 +74,34 @@ def identity(given: Given) -> tuple[Any, ...]:
 
 
 def guards_of(forwards: Sequence[Given]) -> tuple[list[tuple[Any, ...]], tuple[object, ...]]:
-    """The `identity` of each, and a signature: batches of which it is equal have forms that differ in the numbers of
-    ids alone (`BatchForm`), and that of those that come with offsets."""
+    """The `identity` of each, and a signature: the forms (`BatchForm`) of batches with equal signatures differ only in
+    the numbers of ids, and these only where there are offsets."""
     guards, signature = [], list[object]()
     known = dict[int, tuple[Any, ...]]()  # many tables may be given the same offsets
     for given in forwards:
-        its: list[Any] = []
+        guard: list[Any] = []
         for each in given:
             if not isinstance(each, torch.Tensor):
-                its.append(each)
+                guard.append(each)
                 continue
             found = known.get(id(each))
             if found is None:
                 version = -1 if each.is_inference() else each._version
                 found = each.data_ptr(), version, each.shape, each.stride(), each.dtype, each.device
                 known[id(each)] = found
-            is_any_number = not its and len(given) > 1 and len(found[2]) == 1
-            its.append(found)
+            is_any_number = not guard and len(given) > 1 and len(found[2]) == 1
+            guard.append(found)
             signature += None if is_any_number else found[2], *found[3:]
         signature.append(None)
-        guards.append(tuple(its))
+        guards.append(tuple(guard))
     return guards, tuple(signature)
 
 
 class Planned:
-    """Forwards that were planned as one, or are being, and wait to come. `forwards`: the tables of each, no table
-    twice, and its inputs, held so that no other tensor can take their place in memory · `numbers`: which forward is in
-    which tables, by their identity · `guards`: of the inputs of each, None once it has come · `count`: how many
-    they are · `left`: how many of them have not come · `shared`: of several, the plan as they share it."""
+    """Forwards that are planned as one, and have yet to start. `forwards`: the tables of each, no table twice, and its
+    inputs, which are held so that no other tensor gets their memory · `numbers`: the number of the forward by the
+    identity of its tables · `guards`: of the inputs of each, None once it has started · `count`: how many forwards ·
+    `left`: how many have not started · `shared`: of several forwards, the plan that they share."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class Planned:
         if guards is None:
             guards = [identity(given) for _, given in forwards]
         self.guards: list[tuple[Any, ...] | None] = [*guards]
-        self._in_place: list[tuple[Any, ...]] | None = None  # what they were, for `rebind`
+        self._in_place: list[tuple[Any, ...]] | None = None  # the guards when planned, for `rebind`
         self.count = self.left = len(forwards)
         self.future: Future[Call] = future
-        self.call: Call | None = None  # while some are left, once the plan has come to its end
+        self.call: Call | None = None  # once the plan is complete, while some forwards are left
 
     @property
     def failed(self) -> bool:
@@ -128,18 +128,18 @@ class Planned:
         return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
 
     def result(self) -> Call:
-        """What was planned, of all forwards, while none has come. Raises what planning has ended in."""
+        """The planned call, before any forward has started. Raises the error of the plan."""
         return self.future.result()
 
     def rebind(self, call: Call) -> Planned:
-        """The same forwards, which a replay has planned anew as `call`: of their inputs, which are where they were, the
-        versions are others."""
+        """The same forwards, which a replay has planned anew as `call`: the inputs have the same addresses, and new
+        versions."""
         if self._in_place is None:
             self._in_place = [identity(given) for _, given in self._forwards]
         guards = []
-        for (_, given), its in zip(self._forwards, self._in_place, strict=True):
+        for (_, given), guard in zip(self._forwards, self._in_place, strict=True):
             now: list[Any] = []
-            for each, part in zip(given, its, strict=True):
+            for each, part in zip(given, guard, strict=True):
                 if isinstance(each, torch.Tensor) and part[1] >= 0:
                     part = part[0], each._version, *part[2:]
                 now.append(part)
@@ -148,7 +148,7 @@ class Planned:
         return Planned(self._forwards, CompletedFuture(call), guards, shared)
 
     def wait(self) -> None:
-        """Waits until planning has come to an end, if to an error."""
+        """Waits until the plan is made, or has failed."""
         if not self.future.cancelled():
             self.future.exception()
 
@@ -158,18 +158,18 @@ class Planned:
             self.future.add_done_callback(self._release)
 
     def end(self) -> None:
-        """Once it is dropped, waits until nothing of it is in flight."""
+        """After `drop`: waits until nothing of it is in flight."""
         self.wait()
-        self._release(self.future)  # its callback may come a moment later, on the thread that has planned
+        self._release(self.future)  # its callback may run a moment later, on the planning thread
 
     def _release(self, future: Future[Call]) -> None:
         if not future.cancelled() and future.exception() is None:
-            left = [number for number, its in enumerate(self.guards) if its is not None]
+            left = [number for number, guard in enumerate(self.guards) if guard is not None]
             _release_parts(future.result(), self.shared, *left)
 
 
 def _release_parts(call: Call, shared: Forwards | None, *numbers: int) -> None:
-    """Releases the call of what was planned, or of several forwards the parts of those that do not come."""
+    """Releases the planned call; of several forwards, the parts of those with these `numbers`."""
     if shared is None:
         call.release()
     else:
@@ -181,11 +181,11 @@ _TAKEN.cancel()
 
 
 class PlannedForwards:
-    """The forwards that were planned, over tables that share caches or are in related pools: those `waiting` for
-    somebody to take them. Its calls may come from several threads."""
+    """Planned forwards, over tables that share caches or are in related pools. `waiting`: the plans that have yet to be
+    taken. Several threads may call it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
+        self._lock = threading.RLock()  # reentrant, in case a tracer's exception at a block's end leaves it taken
         self.waiting: list[Planned] = []
 
     def add(self, planned: Planned) -> None:
@@ -193,8 +193,8 @@ class PlannedForwards:
             self.waiting.append(planned)
 
     def take(self, tables: TableSet, given: Given) -> Call | Forward | None:
-        """The call that was planned first for these tensors, as they are now; None if there is none, or planning
-        failed: the forward then finds out why by itself. Waits for it."""
+        """The first call planned for these tensors, unchanged since; None if there is none, or planning failed: the
+        forward then plans anew, and raises. Waits for the plan."""
         with self._lock:
             for planned in self.waiting:
                 number = planned.numbers.get(id(tables), -1)
@@ -205,7 +205,7 @@ class PlannedForwards:
                     continue
                 planned.guards[number], future, shared = None, planned.future, planned.shared
                 planned.left -= 1
-                if not planned.left:  # the call of a forward is the forward's alone to keep
+                if not planned.left:  # from here on the forward alone keeps its call alive
                     self.waiting.remove(planned)
                     planned.future, planned.shared = _TAKEN, None
                 break
@@ -228,16 +228,16 @@ class PlannedForwards:
         return part
 
     def holds(self, planned: Planned) -> bool:
-        """Whether it has yet to be taken, by one of its forwards at least, and was not dropped."""
+        """Whether a forward has yet to take it, and it was not dropped."""
         return planned in self.waiting
 
     def is_whole(self, planned: Planned) -> bool:
-        """Whether it has not failed, and none of its forwards has come."""
+        """Whether it has not failed, and none of its forwards has started."""
         return planned.left == planned.count and planned in self.waiting and not planned.failed
 
     def drop(self, planned: Planned, *, wait: bool = False) -> int:
-        """Drops what no forward has taken; returns how many of these there were that have not failed. `wait`: until the
-        plan is made, and it is known whether it fails."""
+        """Drops a plan; returns how many forwards had yet to take it, 0 if it failed. `wait`: until the plan is made,
+        and it is known whether it fails."""
         if wait and planned in self.waiting:
             planned.wait()
         with self._lock:

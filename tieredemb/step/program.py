@@ -11,58 +11,60 @@
                 device_update.apply                                         taken
     release     Call.release                                                the ticket: its rows may leave their slots
 
-A plan has phases of its own, which are the cache's (find, place, publish, move). Both devices have all of these phases:
-`host_call` for the CPU, `device_call` and `device_update` for GPUs. On one device results have the same bits whatever
-way a batch goes.
+A plan has phases of its own, which belong to the cache (find, place, publish, move). Both devices have all of these
+phases: `host_call` for the CPU, `device_call` and `device_update` for GPUs. On one device results have the same bits,
+however a batch is run.
 
-**Who runs them.** `Engine.lookup` is what a module's forward calls.
-    - A forward without gradient over memory of the CPU mostly needs none of this: `Call.read` (`reading.py`) returns
-      its output, or None where it needs a plan. Else the forward takes the plan that was made for its very tensors, or
-      plans now; then it starts and looks up. Where no row is to be trained it is released after that.
-    - A forward that is known before it comes is planned by `Engine.plan_ahead`; several, of tables that share caches,
-      are planned as one by `pipeline.plan_groups` (`Forwards`). Whoever takes such a plan has it completed.
-    - A plan ahead that has failed raises nothing, unless its cache cannot be used any more: its forward plans anew, and
-      finds out why.
-    - A forward inside of a backward pass is a recomputation (activation checkpointing): its plan scores nothing, and
-      its gradient goes to the outermost pass.
-    - `CallContext.apply` is given the calls that a backward pass has collected, in the order of their forwards. They
-      are updated together, as a dense gradient would be: at once, when the outermost pass has ended; at the end of
-      `accumulate()`; or in the step of a torch optimizer that the tables follow. Then they are released; before, where
-      a gradient has become rows of its own (`host_row_update`, `device_row_update`). A backward that fails updates
+**Who runs the phases.** A module's forward calls `Engine.lookup`.
+    - A forward without gradient over memory of the CPU mostly needs no plan: `Call.read` (`reading.py`) returns its
+      output, or None if it does need one. Any other forward takes the plan that was made ahead for its input tensors,
+      or plans now. Then it starts and looks up. If no row is to be trained, it is then released.
+    - A forward whose inputs are known early is planned by `Engine.plan_ahead`. Several forwards, of tables that share
+      caches, are planned as one by `pipeline.plan_groups` (`Forwards`). The forward that takes such a plan completes
+      it.
+    - A plan ahead that failed raises nothing, unless its cache has become unusable: its forward plans anew, and raises
+      if that fails too.
+    - A forward inside a backward pass is a recomputation (activation checkpointing): its plan scores nothing, and its
+      gradient goes to the outermost pass.
+    - `CallContext.apply` receives the calls that a backward pass has collected, in the order of their forwards. They
+      are updated as one, as a dense gradient would be: at once, when the outermost pass has ended; at the end of
+      `accumulate()`; or in the step of a torch optimizer that the tables follow. Then they are released; earlier, if a
+      gradient has become rows of its own (`host_row_update`, `device_row_update`). A backward that fails updates
       nothing, and its calls are released.
 
 **On which thread or stream.**
-    - CPU: a phase is done when its method returns. Plans ahead run one after another on one thread of the loop; who
-      takes one waits for it.
-    - GPU, rows reached by kernels: phases launch on the current stream, and the host waits for nothing, but with
-      check_ids="always". Plans ahead are launched on one stream beside. Whatever first uses the rows of such a plan has
-      its stream wait for the event `ticket.ready`. Within a plan, publishing and the sort for the update run on a side
-      stream beside the rows that move. Where plan and lookup are in one graph, the sort runs beside the lookup, too,
-      which joins it at its end (`ticket.side_done`).
-    - GPU, rows that pass through the host (`File`, `Pmem`): a plan that is needed now waits for the report of what is
-      missed, reads storage and sends the rows. Of a plan ahead copy threads read storage once the report has come, and
-      `complete` sends the rows: with the next plan, or for who takes it. Where that takes long, a worker thread makes
-      the whole plan.
-    - Updates run on the thread of autograd that ends the backward, or on that of the optimizer's step or of
+    - CPU: a phase is done when its method returns. Plans ahead run one after another on one thread of the loop; the
+      forward that takes a plan waits for it.
+    - GPU, rows reached by kernels: phases launch on the current stream, and the host never waits, except with
+      check_ids="always". Plans ahead are launched on one side stream. The stream that first uses the rows of such a
+      plan waits for the event `ticket.ready`. Within a plan, publishing and the sort for the update run on a side
+      stream while the rows move. If plan and lookup are in one graph, the sort also runs beside the lookup, and joins
+      the stream at the end of the lookup (`ticket.side_done`).
+    - GPU, rows that pass through the host (`File`, `Pmem`): a plan that is needed now waits for the report of missed
+      rows, reads storage and sends the rows. For a plan ahead, copy threads read storage once the report is there, and
+      `complete` sends the rows: with the next plan, or for the forward that takes this one. If that takes long, a
+      worker thread makes the whole plan.
+    - Updates run on the autograd thread that ends the backward, or on the thread that calls the optimizer's step or
       `accumulate()`, and on its stream.
 
 **How a GPU launches them.**
     - Launched: kernel by kernel.
-    - Recorded (`recorded_plans`, `recorded_updates`): what comes the third time in the same form is captured as a small
-      graph, and replayed from then on. Made now, plan and lookup are one graph: `plan` replays it, and `pool` hands out
-      the output. With maxima, `max_norm`, a dense optimizer, rows below bags or weights of samples the lookup is
-      launched. Made ahead, or over storage that the host reads, it has a graph of its own, which `pool` replays. An
-      update has one, too. For each plan the host makes tickets, and counts a batch. Recomputations are launched.
-    - Captured (`pipeline.ring`): `graph_step` runs a few steps as they are, and then captures a whole step: the methods
+    - Recorded (`recorded_plans`, `recorded_updates`): what has the same form for the third time is captured as a small
+      graph, and replayed from then on. If a plan is made now, plan and lookup are one graph: `plan` replays it, and
+      `pool` returns the output. With maxima, `max_norm`, a dense optimizer, rows below bags or weights of samples, the
+      lookup is launched. If the plan is made ahead, or over storage that the host reads, the lookup has its own graph,
+      which `pool` replays. So has an update. For each plan the host makes tickets, and counts a batch. Recomputations
+      are launched.
+    - Captured (`pipeline.ring`): `graph_step` runs a few steps eagerly, and then captures a whole step: the methods
       above run while the stream is captured, and launch into the graph. A step that goes ahead captures three graphs,
-      each of which computes one batch, moves the rows of the next, and plans the one after that. A replay launches the
-      graph: it plans, looks up and updates by none of these methods. The host copies the batch that the graph plans
-      into its buffers, raises what earlier batches have reported, sends learning rates, enters into the books the
-      batches that the replay leaves in flight, and releases the one that it has computed.
+      each of which computes one batch, moves the rows of the next, and plans the one after that. A replay runs none of
+      these methods: the graph plans, looks up and updates. The host copies the batch to be planned into the graph's
+      buffers, raises errors that earlier batches have reported, sends learning rates, enters the batches that the
+      replay leaves in flight into the ledger, and releases the batch that was computed.
 
-**What is wrong with ids or offsets.** A CPU raises in `plan`, before anything changes. On a GPU a flag is set: a bad id
-reads zeros, after bad offsets nothing is read, the batch updates no row, and a later forward or whole-cache call
-raises. A batch that is too large raises in `plan`, and so does a bad id with check_ids="always".
+**Errors in ids or offsets.** A CPU raises in `plan`, before anything changes. A GPU sets a flag: a bad id reads zeros,
+after bad offsets nothing is read, the batch updates no row, and a later forward or whole-cache call raises. A batch
+that is too large raises in `plan`, and so does a bad id with check_ids="always".
 """
 
 from __future__ import annotations
@@ -94,14 +96,14 @@ if TYPE_CHECKING:
     from tieredemb.kernels.spread import RowSpread
 
 NUMBERS = itertools.count()  # forward order of calls
-BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
-# calls, and the gradients of their outputs, float32 (B, ΣD); beside them uses of whole tables, and their terms
+BACKWARDS: list[Callable[[], object]] = []  # called inside each backward that reaches a module
+# calls with the gradients of their outputs, float32 (B, ΣD); and uses of whole tables with their terms
 Collected = list[tuple[Any, Any]]
 
 
 class StackRows(NamedTuple):
-    """An output that has a `Stack`: its pooled bags (K, D), and the rows of the ids that are picked, (·, D) in the
-    rows' dtype; and where they are asked for those of all ids, (N, D)."""
+    """The output of a batch with a `Stack`: pooled bags (K, D), the rows of the picked ids, (·, D) in the rows' dtype,
+    and, if requested, the rows of all ids, (N, D)."""
 
     bags: torch.Tensor
     rows: torch.Tensor
@@ -109,7 +111,7 @@ class StackRows(NamedTuple):
 
 
 class Updater(Protocol):
-    """Who has the optimizer of the rows, if there is one."""
+    """Has the optimizer of the rows, if there is one."""
 
     @property
     def optimizer(self) -> RowOptimizer | None: ...
@@ -117,9 +119,9 @@ class Updater(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """What a call needs of who makes it. `tables`: those it looks up in · `options`: how it treats their rows ·
-    `updater`: who has the `optimizer` that updates them, if any · `backward_pass`: where its gradient is collected ·
-    `apply`: what is called with all that one backward pass has collected. A call keeps it, and so the tables, alive."""
+    """What a call needs of the module that makes it. `tables`: looked up in · `options`: how rows are treated ·
+    `updater`: has the `optimizer` that updates them, if any · `backward_pass`: collects the gradient · `apply`: called
+    with all that one backward pass has collected. A call keeps its context, and so the tables, alive."""
 
     tables: TableSet
     options: LookupOptions
@@ -129,17 +131,17 @@ class CallContext:
 
     @functools.cached_property
     def forms(self) -> BatchForms:
-        """Of batches of several tables, those that were looked up before."""
+        """The known forms of batches of several tables."""
         return BatchForms()
 
     @property
     def is_dense(self) -> bool:
-        """Whether the optimizer moves every row in every step."""
+        """Whether the optimizer changes every row in every step."""
         return self.tables.placed.now.groups[0].is_dense
 
     @property
     def optimizer(self) -> RowOptimizer | None:
-        """What updates the rows now: a module may come to follow an optimizer later."""
+        """The optimizer of the rows now: a module may begin to follow one at any time."""
         return self.updater.optimizer
 
     def check_trainable(self) -> RowOptimizer:
@@ -161,26 +163,26 @@ class CallContext:
 
 
 class Call(abc.ABC):
-    """One forward of a module, or several forwards that are planned as one (`Forwards`). `context`: who makes it ·
-    `batch`: B, its samples · `form`: of the batch, where it is of several forwards · `parts`: of each group of tables,
-    those of one width, its bags, its ticket, and what its gradient needs (`HostGroupCall`, `DeviceGroupCall`)."""
+    """One forward of a module, or several forwards that are planned as one (`Forwards`). `context`: of the module ·
+    `batch`: B, its samples · `form`: of the batch, if it is of several forwards · `parts`: for each group of tables of
+    one width, its bags, its ticket, and what its gradient needs (`HostGroupCall`, `DeviceGroupCall`)."""
 
     number = -1  # in the order of forwards, once it has started
-    forwards: Any = None  # where it is one of several that were planned as one, these,
-    block = 0  # and the number of its pool among theirs
+    forwards: Any = None  # if it is one of several that were planned as one: all of them,
+    block = 0  # and the number of its pool among their pools
     consumed = False
-    requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
-    # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
+    requested: Collected | None = None  # takes the gradient in `torch.autograd.grad`, which trains nothing
+    # the backward pass that recomputes this forward, if any: it applies the call, wherever the gradient arrives
     within: weakref.ref[CollectedCalls] | None = None
     keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
-    # on a GPU: where rows of ids that are picked are written, none of which is returned then
+    # on a GPU: where the rows of picked ids are written; then none of them is returned
     rows_to: RowSpread | None = None
 
     ids: int  # how many there are
-    device_type: str  # that its tables are on
-    gpu = -1  # of several forwards, the number of that which their tables are on
-    # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each. A
-    # numpy array over the memory of a tensor can change it, and torch does not know
+    device_type: str  # of its tables
+    gpu = -1  # of several forwards: the number of their tables' GPU
+    # of several forwards on the CPU: the ids, int64 (N,), and the offsets, int64 (B,), that were planned for each.
+    # Torch does not notice if a tensor is changed through a numpy array over its memory
     planned_inputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
     def __init__(self, context: CallContext, batch: int, form: BatchForm | None = None) -> None:
@@ -193,8 +195,8 @@ class Call(abc.ABC):
 
     @staticmethod
     def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
-        """The output of a forward without gradient that needs no plan, of tables that are at `place`; None of one that
-        does. Raises `InvalidInputError` before anything changes."""
+        """The output of a forward without gradient, of tables at `place`; None if it needs a plan. Raises
+        `InvalidInputError` before anything changes."""
         return None
 
     # --- plan ---------------------------------------------------------------------------------------------------------
@@ -209,22 +211,22 @@ class Call(abc.ABC):
         memory: Any = None,
     ) -> None:
         """Checks ids and edges, turns ids into keys of each group, and has the cache of each group plan them: every key
-        gets a home, and the rows are locked until the call is released. `kind`: how; `ahead` where the forward has yet
-        to come · `may_exceed_bags`: whether ids beyond the last bag are left of longer batches, and no fault ·
-        `memory`: on a GPU, where to plan. Raises `InvalidInputError` and, on a CPU, `IdOutOfRangeError` before anything
-        changes."""
+        gets a home, and the rows are locked until the call is released. `kind`: how; `ahead` if it is for a later
+        forward · `may_exceed_bags`: whether ids beyond the last bag are remains of longer batches, and no fault ·
+        `memory`: on a GPU, the memory to plan into. Raises `InvalidInputError` and, on a CPU, `IdOutOfRangeError`
+        before anything changes."""
 
     def complete(self) -> bool:
-        """Brings the rows of a plan made ahead that pass through the host. Returns False if that failed: the forward is
-        to plan anew."""
+        """Fills the rows of a plan made ahead that pass through the host. Returns False if that failed: the forward
+        then plans anew."""
         return True
 
-    # --- the forward comes --------------------------------------------------------------------------------------------
+    # --- the forward starts -------------------------------------------------------------------------------------------
 
     def start(self, *, trains: bool) -> None:
-        """The forward has come: gives it its number among all forwards. Brings the rows of a dense optimizer to the
+        """The forward starts: gives it its number among all forwards. Brings the rows of a dense optimizer to the
         current step if a backward is expected (`trains`), and scales rows down to `max_norm`. Forwards planned as one
-        read copies at the current step; their rows are brought there later (`Forwards`)."""
+        read copies at the current step; their rows catch up later (`Forwards`)."""
         self.number = next(NUMBERS)
         limits = self.context.options.max_norm is not None
         if self.context.is_dense and (trains or limits):  # a lookup without gradient reads them at the current step
@@ -234,34 +236,35 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def catch_up(self) -> None:
-        """Brings the rows of this forward to the steps that their tables have taken, of a dense optimizer."""
+        """With a dense optimizer: brings the rows of this forward to the current steps of their tables."""
 
     @abc.abstractmethod
     def limit_norms(self, max_norm: float) -> None:
-        """Scales the rows of this forward down to `max_norm`, where they are longer."""
+        """Scales the rows of this forward that are longer than `max_norm` down to it."""
 
     # --- lookup -------------------------------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Rows of the output: B, or where rows are not pooled as many as there are ids, or as a `Stack` says."""
+        """Rows of the output: B; N if rows are not pooled; or what the `Stack` has."""
 
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
+        """The pooled rows, (B, ΣD) in the rows' dtype; or if they are not pooled the rows of the ids, (N, D), feature
+        by feature."""
 
     @abc.abstractmethod
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
-        """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
-        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
+        """The output of a batch with a `Stack`. `weights`: float32 (N,), used for ids in bags alone · `dtype`: of
+        pooled bags · `all_rows`: whether to return the rows of all ids, too."""
 
     # --- backward and update: `apply` in host_call and device_update, for all calls of a backward pass ----------------
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
+        """Gradient of the per-sample weights, float32 (N,), given the gradient of the outputs, float32 (B, ΣD)."""
         found = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
         for part in self.parts:
             part.weights_gradient(grad, found)
@@ -269,8 +272,8 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def weigh(self, scale: torch.Tensor) -> None:
-        """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
-        `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
+        """If the output has no columns of features: has the gradient of each id's row multiplied by its `scale`,
+        float32 (N,), which is 1 in a bag that takes a mean."""
 
     def tables_of_rows(self) -> torch.Tensor:
         """The table of each row of an output that has no columns of features, int64 (R,)."""
@@ -281,47 +284,47 @@ class Call(abc.ABC):
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Its rows may leave their slots: after the update, after a lookup without gradient, or when nobody can call a
-        backward of it any more."""
+        """Lets its rows leave their slots: after the update, after a lookup without gradient, or when no backward can
+        reach it any more."""
         for part in self.parts:
             part.ticket.release()
 
     @property
     def is_over(self) -> bool:
-        """Whether no backward of it can come any more."""
+        """Whether no backward can reach it any more."""
         return self.consumed or not any(part.ticket.lasts for part in self.parts)
 
     # --- of several forwards ------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def join(self, forwards: Sequence[Given]) -> Batch:
-        """What they are given, as one batch to be planned. Raises `InvalidInputError` for what is wrong with one of
-        them, or leaves that to the plan."""
+        """Joins the inputs of the forwards to one batch to be planned. Raises `InvalidInputError` if one of them is
+        wrong, or leaves that to the plan."""
 
     @abc.abstractmethod
     def pool_blocks(self) -> Sequence[torch.Tensor]:
-        """The outputs of those in each pool, (F·B, D)."""
+        """For each pool, the outputs of its forwards, (F·B, D)."""
 
     @abc.abstractmethod
     def alone(self, block: int, place: int, context: CallContext) -> Call:
-        """One of them as a call of its own over its slice of the plan: that at `place` of a block, of who has this
-        `context`."""
+        """One of the forwards, that at `place` of a block, as a call of its own over its slice of the plan. `context`:
+        of its module."""
 
     def begin_alone(self) -> None:  # noqa: B027 - a CPU has nothing to begin
-        """One of them is about to be looked up by itself."""
+        """Called before one of the forwards is looked up by itself."""
 
     @abc.abstractmethod
     def catch_up_slice(self, forward: Any) -> None:
-        """Brings the rows of one of them, a `Forward`, to the steps that its table has taken, of a dense optimizer."""
+        """With a dense optimizer: brings the rows of one of them, a `Forward`, to the current step of its table."""
 
     @abc.abstractmethod
     def catch_up_block(self, block: int, is_as_looked_up: Callable[[int], bool]) -> bool:
-        """The same of all of them in one pool, as one; returns False where that cannot be. `is_as_looked_up`: whether
-        the rows of a block are as the lookup has read them."""
+        """The same for all forwards in one pool, as one; returns False if that is impossible. `is_as_looked_up`:
+        whether the rows of a block are unchanged since the lookup read them."""
 
 
 def release_all(calls: Sequence[Any]) -> None:
-    """Releases calls and uses of whole tables, forwards that were planned as one together."""
+    """Releases calls and uses of whole tables; forwards that were planned as one in one go."""
     of: dict[Any, list[Any]] = {}
     for call in calls:
         if call.forwards is None:
@@ -329,21 +332,21 @@ def release_all(calls: Sequence[Any]) -> None:
         else:
             of.setdefault(call.forwards, []).append(call)
     for forwards, those in of.items():
-        forwards.release_those(those)
+        forwards.release_each(those)
 
 
-# --- backward: the autograd node of lookups, of which tables are no inputs --------------------------------------------
+# --- backward: the autograd node of lookups, which does not have tables as inputs -------------------------------------
 
 
 class Calls(dict[int, Any]):
-    """Those of a node, by the numbers of their outputs. The node alone keeps them."""
+    """The calls of a node, by the numbers of their outputs. The node alone keeps them alive."""
 
 
 class LookupFunction(torch.autograd.Function):
-    """Autograd node of calls that are looked up as one, with an output of each: one call of Python for all of them,
-    forward and backward. Tables are no inputs; `hook` (float32 (0,)) asks for the gradient in their place. `weights`:
-    of the samples, of one call alone · `calls`: by the numbers of their outputs; they may come while `outputs` makes
-    these, or later, but before a backward."""
+    """Autograd node of calls that are looked up as one, with an output for each: one Python call for all of them,
+    forward and backward. Tables are no inputs; `hook` (float32 (0,)) requires the gradient in their place. `weights`:
+    per-sample weights, for a single call only · `calls`: by the numbers of their outputs; `outputs` may add them while
+    it makes these, or they are added later, but before a backward."""
 
     @staticmethod
     def forward(
@@ -353,7 +356,7 @@ class LookupFunction(torch.autograd.Function):
         calls: Calls,
         outputs: Callable[[], Sequence[torch.Tensor]],
     ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # no gradient for outputs that nobody has used
+        ctx.set_materialize_grads(False)  # no zeros for outputs that were not used
         ctx.calls = calls
         found = tuple(outputs())
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
@@ -365,12 +368,12 @@ class LookupFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
         if is_compiling() or callback() is not None:
             return _backward_untraced(ctx, *grads)
-        # a backward that builds no graph of itself is spared what refuses to differentiate it
+        # without a graph of the backward, nothing need refuse to differentiate it
         return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
 
 
 class LookedUp(Protocol):
-    """What a node looks up: a `Call`, one of several forwards that have one, or a forward of several ranks."""
+    """What a node looks up: a `Call`, one of several forwards that share a call, or a forward of several ranks."""
 
     keeps_rows: bool
 
@@ -378,7 +381,7 @@ class LookedUp(Protocol):
 
 
 def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], LookedUp]) -> torch.Tensor:
-    """The output of a call that is made inside of its node."""
+    """The output of a call that is made inside its autograd node."""
     calls = Calls()
 
     def outputs() -> list[torch.Tensor]:
@@ -390,7 +393,7 @@ def look_up(hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[],
 
 
 def check_backward(call: Call) -> None:
-    """Raises `BackwardError` where a gradient of the call's output cannot be applied any more, or by nobody."""
+    """Raises `BackwardError` if a gradient of the call's output was applied already, or nothing can apply it."""
     if call.consumed:
         raise BackwardError(
             "this forward has been backpropagated already, and its update applied to the rows in place; "
@@ -400,7 +403,7 @@ def check_backward(call: Call) -> None:
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None, None]:
-    """Collects the gradients of calls' outputs for the update, and computes that of weights."""
+    """Collects the gradients of calls' outputs for the update; returns the gradient of per-sample weights."""
     for listener in tuple(BACKWARDS):
         listener()
     calls, (of_rows, of_weights, *_) = ctx.calls, ctx.needs_input_grad
@@ -408,7 +411,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor
     requested = next(iter(calls.values())).requested if calls else None
     trains = requested is None and of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
     collected = [(calls[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None]
-    if len(grads) == 1 and collected:  # an update puts several together
+    if len(grads) == 1 and collected:  # several are put together by the update
         collected = [(collected[0][0], collected[0][1].contiguous())]
     if trains or requested is not None:
         for call, _ in collected:
@@ -432,11 +435,11 @@ _backward_once = once_differentiable(_backward)
 _backward_untraced = untraced(_backward_once)
 
 
-# `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
+# `LookupFunction.apply` without its support of functorch's transforms, inside of which modules refuse to run
 LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, LookupFunction).apply
 
 
-# --- backward: what one pass reaches, applied at its end --------------------------------------------------------------
+# --- backward: the calls of one pass, applied at its end --------------------------------------------------------------
 
 
 def in_forward_order(collected: Collected) -> Collected:
@@ -455,7 +458,7 @@ def inside_backward() -> bool:
 
 
 def _backward_depth() -> int:
-    """Backward passes that this thread's Python frames are inside of."""
+    """How many backward passes this thread's Python frames are inside of."""
     frame: FrameType | None = sys._getframe()
     depth = 0
     while frame is not None:
@@ -467,10 +470,10 @@ def _backward_depth() -> int:
 class BackwardPass:
     """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
 
-    Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so it is queued
-    before that begins: by the forward that is recomputed first, on the same thread, whose call then belongs to the
-    outer pass. Backward passes of several threads are kept apart, also where one thread of autograd's serves the GPU
-    nodes of all: there a forward is recomputed inside another pass only if Python is still inside that one.
+    Autograd runs a callback queued inside a nested (checkpointed) backward at the end of that backward. So it is queued
+    earlier: by the first forward that is recomputed, on the same thread, whose call then belongs to the outer pass.
+    Backward passes of several threads are collected separately, even if one autograd thread serves the GPU nodes of
+    all: there a forward is recomputed inside another pass only if Python is still inside that pass.
     """
 
     def __init__(self) -> None:
@@ -478,7 +481,8 @@ class BackwardPass:
         self._of_thread: weakref.WeakValueDictionary[int, CollectedCalls] = weakref.WeakValueDictionary()
 
     def touch(self) -> weakref.ref[CollectedCalls]:
-        """To be called by every forward inside a backward pass; returns what the pass that recomputes it collects."""
+        """Called by every forward inside a backward pass; returns the calls collected by the pass that recomputes
+        it."""
         task, thread = torch._C._current_graph_task_id(), threading.get_ident()
         collected = self._of_task.get(task)
         if collected is None or collected.finished:
@@ -492,8 +496,8 @@ class BackwardPass:
         return weakref.ref(collected)
 
     def add(self, *gradients: tuple[Any, Any]) -> None:
-        """Calls and the gradients of their outputs, or uses of whole tables and their terms, as they are reached.
-        Several are of one forward pass."""
+        """Adds calls with the gradients of their outputs, or uses of whole tables with their terms, as the backward
+        reaches them. Several are of one forward pass."""
         within = gradients[0][0].within
         collected = None if within is None else within()
         if collected is None or collected.finished:
@@ -511,9 +515,8 @@ class BackwardPass:
 
 
 class CollectedCalls:
-    """The calls of one backward pass, and the callback that hands them over to be applied and released. Autograd alone
-    holds it, and drops it with a backward that failed: its calls then update nothing, and their tickets are
-    released."""
+    """The calls of one backward pass, and the callback that has them applied and released. Autograd alone holds it, and
+    drops it if the backward fails: its calls then update nothing, and their tickets are released."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth  # of backward passes around it on its thread

@@ -1,11 +1,11 @@
 """A lookup without gradient on the CPU, of rows whose cold storage a CPU reads as fast as its slots.
 
-One kernel finds the rows, scores them, and pools them where they lie, in a slot or in cold storage. Nothing is planned,
-and no row is locked, as no backward follows. The cache then says which of them come into slots (`HostCache.read`).
+One kernel finds the rows, scores them, and pools them in place, in a slot or in cold storage. Nothing is planned, and
+no row is locked, as no backward follows. The cache then fills some of them into slots (`HostCache.read`).
 
-Scores are those of a plan. Missed rows are scored in cold storage, where one that was never written is generated
-first. They come into free slots, and in one step of `BRING_EVERY` also into slots of others. Rows of a dense optimizer
-would have to be brought to the current step, so they are planned.
+Scores are those of a plan. Missed rows are scored in cold storage; a row that was never written is generated there
+first. They are filled into free slots, and in one step of `FILL_EVERY` also replace others. Rows of a dense optimizer
+would have to catch up, so they are planned.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
     Bags = tuple[int, int, int, int, int, bool]
 
-READ_GRAIN = 1 << 18  # row elements a thread is worth, beside threads of torch that wait for work without sleeping
+READ_GRAIN = 1 << 18  # row elements that are worth a thread, while torch's idle threads spin
 _scratch_longs = scratch_longs.py_func
 
 
 def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> torch.Tensor | None:
-    """The pooled rows of a batch, (B, ΣD), or the rows of its ids, (N, D), of tables that are read in place. None where
-    a plan is needed: `max_norm` scales rows, rows of several features are not pooled, or ids or offsets are wrong, of
-    which the plan says what it is."""
+    """The pooled rows of a batch, (B, ΣD), or the rows of its ids, (N, D), of tables that are read in place. None if a
+    plan is needed: `max_norm` scales rows, rows of several features are not pooled, or ids or offsets are wrong, for
+    which the plan raises."""
     options, config, offsets, ids = context.options, place.config, batch.offsets, batch.ids
     if options.max_norm is not None or batch.stack is not None:
         return None
@@ -76,13 +76,13 @@ def read(batch: Batch, context: CallContext, place: Place, kind: PlanKind) -> to
     except StorageError:
         if context.tables.placed.now is place:
             raise
-        return None  # another thread has made the caches anew meanwhile
+        return None  # meanwhile another thread has replaced the caches
     found = torch.from_numpy(out)
     return found if found.dtype is config.output_dtype else found.view(config.output_dtype)
 
 
 def _features(group: Group, batch: Batch) -> Array:
-    """What the kernels know of the features of a group; see `KeySpace.packed`."""
+    """The features of a group as kernels take them; see `KeySpace.packed`."""
     assert isinstance(group, HostGroup)
     if batch.places is None:
         return group.features
@@ -99,17 +99,17 @@ def _scratch(bags: Bags) -> Array:
 def _read_group(
     group: Group, bags: Bags, batch: Batch, skips: bool, weights: Array, kind: PlanKind, out: Array
 ) -> bool:
-    """Pools the features of one group into their columns of `out`; returns False where ids or offsets are wrong.
-    `bags`, `skips`: as `bags_are_right` takes them."""
+    """Pools the features of one group into their columns of `out`; returns False if ids or offsets are wrong. `bags`,
+    `skips`: see `bags_are_right`."""
     assert isinstance(group, HostGroup)
     features, size = _features(group, batch), batch.size
     bounds = even_bounds(size, READ_GRAIN * size // max(1, bags[1] * group.space.width))
 
     def look_up(rows: Readable, *, notes: bool) -> Array:
-        scratch, its = _scratch(bags), bounds
+        scratch, job_bounds = _scratch(bags), bounds
         if notes:
-            its = [-1, *bounds] if len(bounds) > 2 else [-1, size]
-        parallel_for(bags_read, its, *bags, features, size, skips, weights, *rows, scratch, out)
+            job_bounds = [-1, *bounds] if len(bounds) > 2 else [-1, size]
+        parallel_for(bags_read, job_bounds, *bags, features, size, skips, weights, *rows, scratch, out)
         return scratch
 
     return group.cache.read(look_up, kind, client=group.client)

@@ -1,4 +1,4 @@
-"""The kernels of a lookup without gradient on the CPU: rows are found and pooled in one pass, and noted as used."""
+"""The kernels of a lookup without gradient on the CPU: rows are found and pooled in one pass, and scored."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from tieredemb.cache.plan_cpu import SEARCHED, USED, uses_note
 from tieredemb.kernels.cpu import borrowed, inline, item, jit, keep, prefetch, put, row_at, row_width
 from tieredemb.kernels.native import longs_at
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_ask
+from tieredemb.lookup.bag_pool_cpu import bag_pool, block_of, row_lines_prefetch
 from tieredemb.lookup.bags import BLOCK, COLUMN, FIRST, MODE, PADDING, SIZE
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX
 
 AHEAD = 16  # ids that are searched early, at most `SEARCHED`
-NOT_READ = -1  # where a row begins that is not read, as padding
+NOT_READ = -1  # the begin of a row that is not read, as of padding
 COUNTED = len(USED)
 
 
 @inline
 def scratch_longs(count, given):
-    """The length of what `parts_of` divides, with what `uses_note` may read behind keys."""
+    """The length of `scratch`, with the keys that `uses_note` may read beyond the end."""
     return COUNTED + 1 + 3 * count + given + 1 + SEARCHED
 
 
 @inline
 def parts_of(scratch, count, given):
-    """What is in `scratch`: what was counted, int64 (5,), the missed keys, int64 (N + 1,), see `uses_note`; the key of
-    each id, int64 (N,), −1 for padding; where its row begins, int64 (N,); and the edges of the bags, int64 (given + 1,)
-    with the number of ids behind those that were given."""
+    """The parts of `scratch`: counters, int64 (5,), and missed keys, int64 (N + 1,), see `uses_note`; the key of each
+    id, int64 (N,), −1 for padding; where its row begins, int64 (N,); and the edges of the bags, int64 (given + 1,): the
+    given ones, and the number of ids."""
     counted = scratch.ctypes.data
     missed = counted + 8 * COUNTED
     keys = missed + 8 * (count + 1)
@@ -46,7 +46,7 @@ def parts_of(scratch, count, given):
 
 @inline
 def bags_are_right(ids_at, count, offsets_at, given, length, exact, features, batch, skips, scratch):
-    """Whether offsets rise from 0 to at most the number of ids, or to that where `exact`, and whether the ids in the
+    """Whether offsets rise from 0 to at most the number of ids, or if `exact` to just that, and whether the ids in the
     bags of features are rows of their tables. Each id and offset is read once, and keys and edges are written to
     `scratch`: another thread may be writing to the tensors. `ids_at`: the address of ids, int64 (N,) · `offsets_at`:
     that of offsets, int64 (given,), of bags that have not all the same `length` · `features`: see `KeySpace.packed` ·
@@ -100,8 +100,8 @@ def reading_is_wrong(
 
 @inline
 def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
-    """Finds where rows keys[first:stop] begin, in elements from the first of `rows`, and asks for them. Rows lie in two
-    arrays. Which one is chance, and a branch that nobody foresees costs more than a row of 32 bytes."""
+    """Finds where rows keys[first:stop] begin, in elements from the first of `rows`, and prefetches them. Rows are in
+    two arrays, which one is random, and a mispredicted branch would cost more than a row of 32 bytes."""
     columns = rows.shape[1]
     for i in range(first, stop):
         prefetch(slot_plus_one, item(keys, i + AHEAD))
@@ -112,7 +112,7 @@ def rows_find(keys, first, stop, slot_plus_one, rows, hot_at, cold_at, homes):
         if key < 0:
             home = np.int64(NOT_READ)
         else:
-            row_ask(rows, home)
+            row_lines_prefetch(rows, home)
         put(homes, i, home)
 
 

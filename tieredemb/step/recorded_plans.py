@@ -1,19 +1,19 @@
-"""Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
-launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
-plan, the lookup is part of the graph; else it has a graph of its own. Where rows pass through the host a plan has two
-graphs: one up to the report of what is missed, and one that fills the rows.
+"""Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed. A plan is a dozen
+launches, which differ only in the ids; a replay is one launch. If rows are looked up directly after their plan, the
+lookup is part of the graph; else it has a graph of its own. If rows pass through the host, a plan has two graphs: one
+up to the report of missed rows, and one that fills the rows.
 
-A form has capacities, not counts. Batches of bags of any length have different numbers of ids, so a graph has room for
-more (`capacities`), and drops what lies beyond, as ids beyond the last bag are. Of one table's bags of one length there
-is room for more samples, too, whose bags are empty. Rows that are outputs of their own, as those of a
-TieredEmbeddingCollection, have graphs for each number of ids. Of forwards whose samples have weights the plan alone is
-recorded, and the lookup, which reads them, is launched.
+A form has capacities, not counts. Batches of bags of any length have different numbers of ids, so a graph can take
+more ids (`capacities`), and drops the rest, as ids beyond the last bag. For a single table with bags of one length it
+can take more samples, too, whose bags are empty. If rows are outputs of their own, as in a TieredEmbeddingCollection,
+there is a graph for each number of ids. If samples have weights, only the plan is recorded; the lookup, which reads the
+weights, is launched.
 
-A recording plans into memory of its own, so a form that is in flight twice has two. A plan on a thread of its own
-comes, on the device, only behind what was released when its hold began: a recording is not free for it until its last
-batch is one of those. The ledger counts a replay as it counts a plan; where it would lock other batches than at the
-recording, it is another form. Where rows that pass through the host are left without a slot, the second half is
-launched, and so are plans while there are such rows. What cannot be recorded is launched, with the same bits.
+A recording plans into memory of its own, so a form that is in flight twice has two recordings. A plan on another thread
+waits, on the device, only for batches that were released when its hold began: a recording is free for it only if its
+last batch is one of those. The ledger counts a replay as it counts a plan; if a replay would lock other batches than
+the recording did, it is of another form. If rows that pass through the host get no slot, the second half is launched,
+and so are plans while there are such rows. What cannot be recorded is launched, with the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.kernels.tracing import marked
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
-from tieredemb.step.capacities import Capacities, room_for
+from tieredemb.step.capacities import Capacities, capacity_for
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.tables.group import device_groups
 
@@ -54,16 +54,16 @@ if TYPE_CHECKING:
     from tieredemb.step.stack import Stack
     from tieredemb.tables.table_set import Place
 
-MOST_FORMS = 8  # that one module's plans are recorded of, those used last
-MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
+MOST_FORMS = 8  # recorded for one module: the last ones used
+MOST_AT_ONCE = 4  # recordings of one form, each for a plan in flight
 
 
 class Form(NamedTuple):
-    """What the launches of a plan depend on; how many ids there are is given to each replay. `layout`, `capacities`:
-    see `DeviceCall` · `batch`: samples, or for how many there is room · `bags`: those of one length, or how many of the
-    `edges` are given · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`,
-    else −1 · `weighted`: whether samples have weights, which a lookup in the graph would not read ·
-    `kind`: see `Call.plan` · `following`: what the plan depends on of each group's cache."""
+    """What the launches of a plan depend on; the number of ids is an argument of each replay. `layout`, `capacities`:
+    see `DeviceCall` · `batch`: samples, or the capacity for them · `bags`: those of one length, or how many of the
+    `edges` are given · `exact`, `places`: see `Batch` · `stacked`: rows of the output if it is a `Stack`, else −1 ·
+    `weighted`: whether samples have weights, which a lookup in the graph would not read · `kind`: see `Call.plan` ·
+    `following`: what the plan depends on in each group's cache."""
 
     layout: Hashable
     capacities: tuple[int, ...]
@@ -83,7 +83,7 @@ Blocks = Sequence[tuple[torch.Tensor, Edges]]  # see `DeviceCall.blocks_of`
 
 
 class ReplayedCall(DeviceCall):
-    """A call whose plan is replayed, if that was recorded and nothing forbids it; else it is launched."""
+    """A call whose plan is replayed, if it was recorded and nothing forbids it; else launched."""
 
     def plan(
         self,
@@ -93,17 +93,17 @@ class ReplayedCall(DeviceCall):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        # captured steps are planned in their own memory
+        # plans of captured steps have memory of their own
         if memory is None and kind.scored and not may_exceed_bags:
             self.set_batch(batch, kind)
             if plans_of(self.context).plan(self, batch, kind):
                 return
-            self.batch, self.samples = batch.size, -1  # whatever a recording has made of them
+            self.batch, self.samples = batch.size, -1  # a recording may have changed them
         super().plan(batch, kind, may_exceed_bags=may_exceed_bags, memory=memory)
 
 
 def plans_of(context: CallContext) -> RecordedPlans:
-    """The recorded plans of the calls that have this context, of its tables where these are now."""
+    """The recorded plans of calls with this context, for the present place of its tables."""
     place = context.tables.placed.now
     found: RecordedPlans | None = place.recorded.get(context)
     if found is None:
@@ -112,8 +112,8 @@ def plans_of(context: CallContext) -> RecordedPlans:
 
 
 class RecordedPlans:
-    """The recorded plans of one module's lookups, of tables in one place. `pools`: whether lookups need nothing that
-    lies between a plan and them · `waits`: whether plans wait for the host."""
+    """The recorded plans of one module's lookups, of tables in one place. `pools`: whether lookups can directly follow
+    their plan · `waits`: whether plans wait for the host."""
 
     def __init__(self, context: CallContext, place: Place) -> None:
         self.device, self.output_dtype = place.config.device, place.config.output_dtype
@@ -131,8 +131,8 @@ class RecordedPlans:
         self._recorder: Recorder[Form, RecordedPlan] = Recorder(MOST_FORMS, MOST_AT_ONCE)
 
     def plan(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
-        """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
-        it is to be launched."""
+        """Plans `call` by a replay, after recording it if that is worth it; returns False if the plan is to be
+        launched."""
         if 0 in call.capacities or not self._is_recordable or torch.cuda.is_current_stream_capturing():
             return False
         if torch._C._cuda_getDevice() == self.device.index and not torch._C._autograd._profiler_enabled():
@@ -147,7 +147,7 @@ class RecordedPlans:
         if not self.waits:
             with self._locks.held():
                 return self._plan_locked(call, batch, kind)
-        with self._plan_locks.held():  # others may use rows while it waits for the host
+        with self._plan_locks.held():  # other threads may use rows while it waits for the host
             for group in self.groups:
                 group.cache.complete_last()
             with self._locks.held():
@@ -158,7 +158,7 @@ class RecordedPlans:
         return False
 
     def _plan_locked(self, call: DeviceCall, batch: Batch, kind: PlanKind) -> bool:
-        batch = self._with_room(call, batch)
+        batch = self._with_capacity(call, batch)
         of_all = zip(self.groups, call.ids_in(self.groups), strict=True)
         following = [plan for group, n in of_all if (plan := group.cache.next_plan(n)) is not None]
         if len(following) < len(self.groups):
@@ -185,10 +185,10 @@ class RecordedPlans:
 
         return self._recorder.record(form, make, self.groups[0].cache.recorded) is not None
 
-    def _with_room(self, call: DeviceCall, batch: Batch) -> Batch:
-        """Gives `call` room for more ids than it has, where no row of the output is that of one id; and for more
-        samples, where bags are of one length and numbered by their samples: returns the batch as one of as many, of
-        which the last ones have empty bags. The caller holds the locks of plans and rows."""
+    def _with_capacity(self, call: DeviceCall, batch: Batch) -> Batch:
+        """Gives `call` a capacity for more ids than it has, unless each id is a row of the output. If bags are of one
+        length and numbered by their samples, it gets a capacity for more samples, too: returns the batch with that many
+        samples, of which the last ones have empty bags. The caller holds the locks of plans and rows."""
         counts, offsets = call.capacities, batch.offsets
         if batch.stack is not None or (call.form is None and not self._is_pooled):
             return batch
@@ -197,28 +197,29 @@ class RecordedPlans:
             return batch
         if call.form is not None or not self._has_one_feature:
             return batch
-        (capacity,), length = self._with_slots([room_for(counts[0])], counts), offsets.length
+        (capacity,), length = self._with_slots([capacity_for(counts[0])], counts), offsets.length
         bags = capacity // length
         call.capacities, call.batch, call.samples = [bags * length], bags, batch.size
         return batch._replace(offsets=EqualBags(bags, length), edges=bags + 1, size=bags)
 
     def _with_slots(self, capacities: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """These capacities of each block, or of all groups, but no more than a plan can number. Where so many ids would
-        not find slots, and those that there are would, less: with more a plan would count on rows without a slot."""
+        """These capacities of each block, or of all groups, but at most what a plan can number. They are smaller where
+        so many ids might not get slots, but the present ones do: else the plan would have to allow for rows without a
+        slot."""
         found = [max(count, min(capacity, MOST_IDS)) for capacity, count in zip(capacities, counts, strict=True)]
         for number, group in enumerate(self.groups):
             at = number if len(counts) > 1 else 0
             left, count = group.cache.slots_left(), counts[at]
             if found[at] > left >= count:
-                found[at] = min(found[at], room_for(count))
+                found[at] = min(found[at], capacity_for(count))
                 if found[at] > left:
                     found[at] = count
         return found
 
 
 class RecordedPlan:
-    """A plan of a form, as a graph: recorded for `call`, and replayed for it and others. `number`: its own, which no
-    other has · `compute_pool`: of what graphs of lookups and updates use while they run."""
+    """A plan of a form, as a graph: recorded for `call`, and replayed for it and others. `number`: unique ·
+    `compute_pool`: memory that graphs of lookups and updates use while they run."""
 
     def __init__(self, plans: RecordedPlans, call: DeviceCall, form: Form, batch: Batch) -> None:
         self.number = next(_numbers)
@@ -227,16 +228,16 @@ class RecordedPlan:
         self._groups, self._device, self._output_dtype = groups, device, plans.output_dtype
         self._shapes = call.output_shapes()
         pools = plans.pools and form.stacked < 0 and not form.weighted and min(map(min, self._shapes)) > 0
-        later = form.kind.ahead or plans.waits
-        self._ahead, self._pools, self._pools_later = form.kind.ahead, pools and not later, pools and later
+        deferred = form.kind.ahead or plans.waits
+        self._ahead, self._pools, self._pools_separately = form.kind.ahead, pools and not deferred, pools and deferred
         with no_inference(), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.kind.trains)
-            # torch's kernels, whose arguments do not change, read them where padding is left out of the gradient
+            # torch's kernels, whose arguments are fixed, read them if padding gets no gradient
             copies = self._memory.ids
             self._ids = None if copies is None else copies.zero_().split_with_sizes([*call.capacities])
-            # words that stand for the number of ids of each block
+            # placeholders for the number of ids of each block
             self._counts = torch.empty(len(blocks), dtype=torch.int64, device=device).unbind()
-            self._row = None  # of each id, read by torch's kernels, too
+            self._row = None  # the output row of each id, read by torch's kernels, too
             if form.stacked >= 0 and call.stack is not None:
                 self._row = torch.empty_like(call.stack.row)
                 call.stack = replace(call.stack, row=self._row)
@@ -245,7 +246,7 @@ class RecordedPlan:
         ]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
-        self._lookup: Recording | None = None  # where that is no part of the plan's graph
+        self._lookup: Recording | None = None  # if it is not part of the plan's graph
         outs = self._new_outputs() if self._pools else None
         call.memory = self._memory
         self._plans = self._record(call, form, blocks, outs)
@@ -263,7 +264,7 @@ class RecordedPlan:
         self._hand_over(call, outs)
 
     def _new_graph(self) -> Recording:
-        """For a part of the plan: its few blocks go before those of the step that it runs beside."""
+        """A graph for a part of the plan. Made ahead, its few blocks go before those of the step beside it."""
         return Recording(self._device, self._groups[0].cache.plan_pool, priority=-1 if self._ahead else 0)
 
     def _new_outputs(self) -> list[torch.Tensor]:
@@ -272,12 +273,12 @@ class RecordedPlan:
     def _record(
         self, call: DeviceCall, form: Form, blocks: Blocks, outs: list[torch.Tensor] | None
     ) -> list[BatchPlan | None]:
-        """Returns the plan of each group whose rows pass through the host."""
+        """Records the graph; returns the plan of each group whose rows pass through the host."""
         given = []
         for (ids, edges), count, read in zip(blocks, self._counts, self._ids or repeat(None), strict=False):
             offsets = edges.offsets
             if isinstance(offsets, torch.Tensor) and offsets.data_ptr() == ids.data_ptr():
-                offsets = offsets.clone()  # the graph could not tell them apart
+                offsets = offsets.clone()  # the graph could not distinguish them
             given.append((ids if read is None else read, replace(edges, offsets=offsets, ids=count.data_ptr())))
         changing = self._changing(given, outs)
         with ExitStack() as inside:
@@ -294,8 +295,8 @@ class RecordedPlan:
         return plans
 
     def _changing(self, blocks: Blocks, outs: Sequence[torch.Tensor] | None) -> list[int]:
-        """The arguments of the graph that change: how many ids there are, where inputs are that it has no copies of,
-        and where outputs are."""
+        """The graph's arguments that change: the numbers of ids, and the addresses of outputs and of inputs that it
+        does not copy."""
         found = []
         for ids, edges in blocks:
             found.append(edges.ids)
@@ -307,14 +308,14 @@ class RecordedPlan:
         return found
 
     def is_free(self) -> bool:
-        """Whether nobody uses what it has planned last, on the device either."""
+        """Whether its last plan is no longer used, by the host or on the device."""
         for group, batch in zip(self._groups, self._batches, strict=True):
             if not group.cache.is_behind(batch):
                 return False
         call = self._call()
         if call is None:
             return True
-        if call.keeps_rows:  # the gradient of the weights reads more of it than rows
+        if call.keeps_rows:  # the gradient of weights reads more of the plan than rows
             return False
         for part in call.parts:  # noqa: SIM110 - in each forward, and a generator costs most of it
             if part.ticket.lasts:
@@ -322,11 +323,11 @@ class RecordedPlan:
         return True
 
     def replay(self, call: DeviceCall, batch: Batch) -> None:
-        """Plans `call`, and looks up for it where that is part of the graph."""
+        """Plans `call`, and looks up for it if that is part of the graph."""
         ids, edges = call.inputs(batch)
         outs = self._new_outputs() if self._pools else None
         counts = call.counts()
-        if len(counts) < len(self._groups):  # all look among the same ids
+        if len(counts) < len(self._groups):  # all groups have the same ids
             counts *= len(self._groups)
         tickets = [
             ticket
@@ -342,8 +343,8 @@ class RecordedPlan:
         self._hand_over(call, outs)
 
     def look_up(self, call: DeviceCall) -> list[torch.Tensor] | None:
-        """The outputs of `call`, whose rows come behind its plan's graph: reports a fault to the host, and pools.
-        Returns None where that cannot be recorded, and is to be launched."""
+        """The outputs of `call`, if its lookup has a graph of its own: reports a fault to the host, and pools. Returns
+        None if that cannot be recorded, and is to be launched."""
         with ExitStack() as used:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
@@ -353,7 +354,7 @@ class RecordedPlan:
             if self._lookup is None:
                 self._lookup = attempt(functools.partial(self._record_lookup, call, outs))
             if self._lookup is None:
-                self._pools_later = False
+                self._pools_separately = False
                 return None
             self._lookup.replay([out.data_ptr() for out in outs])
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
@@ -361,7 +362,7 @@ class RecordedPlan:
         return outs
 
     def _has_moved(self, call: DeviceCall) -> bool:
-        """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
+        """Whether rows without a slot, which pass through the host, have moved since the plan was recorded."""
         return any(
             part.group.cache.overflow([part.ticket]).weight != before.weight
             for part, plan, before in zip(call.parts, self._plans, self._overflow, strict=True)
@@ -390,16 +391,16 @@ class RecordedPlan:
         self._graph.replay(now)
 
     def _hand_over(self, call: DeviceCall, outs: list[torch.Tensor] | None) -> None:
-        """Behind a replay: `call` has what that has planned."""
+        """After a replay: gives `call` its results."""
         call.pooled, call.recorded = outs, self
-        call.source = self if self._pools_later else None
+        call.source = self if self._pools_separately else None
         self._batches = [part.ticket.batch for part in call.parts]
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._memory.stream.cuda_stream:
             self._memory.planner = current_stream()
 
     def size_bytes(self) -> int:
-        """Of what it plans into, and copies."""
+        """Of its memory for plans and copies."""
         kept = sum(plan.size_bytes() for plan in self._plans if plan is not None)
         held = *self._memory.tensors(), self._row
         return kept + sum(each.nbytes for each in held if each is not None)

@@ -1,5 +1,5 @@
-"""Updates of eager steps on a GPU, recorded as graphs where they come again and again: of forwards whose plans are
-recorded, which leave what an update reads in the same places each time, but for the gradients."""
+"""Updates of eager steps on a GPU that recur, recorded as graphs: their forwards' plans are recorded, so all that an
+update reads has the same addresses each time, except for the gradients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tieredemb.step.device_call import DeviceCall, PlanRecording
     from tieredemb.tables.table_set import TableSet
 
-Grads = Sequence[Sequence[torch.Tensor]]  # block by block those of all forwards, or those put together
+Grads = Sequence[Sequence[torch.Tensor]]  # for each block the gradients of all forwards, or one joined
 Key = tuple[object, ...]
-MOST_UPDATES = 16  # that are recorded of one set of tables, those used last
-ALIGNMENT = 16  # bytes, that kernels read at once of a gradient where it lies
+MOST_UPDATES = 16  # recorded for one set of tables: the last ones used
+ALIGNMENT = 16  # bytes that kernels read at once from a gradient in place
 
 
 def replay_update(
@@ -33,20 +33,20 @@ def replay_update(
     kept: Sequence[torch.Tensor],
     launch: Callable[[Grads], None],
 ) -> bool:
-    """Updates `tables`, or all that share their caches, by a replay of what `launch` launches for the gradients of
-    `calls`; returns whether it did. `overflow`: where rows without a slot are, of each group · `kept`: tensors that the
-    update reads. The caller holds the rows, and their device is the current one."""
+    """Updates `tables`, or all that share their caches, by a replay of the launches of `launch` for the gradients of
+    `calls`; returns False if it did not. `overflow`: for each group, where rows without a slot are · `kept`: tensors
+    that the update reads. The caller holds the locks of the rows, whose device is the current one."""
     plans = [call.recorded for call in calls if call.recorded is not None]
     if len(plans) < len(calls) or torch.cuda.is_current_stream_capturing():
         return False
-    if not all(grad.numel() for its in grads for grad in its) or any(
-        its[0].data_ptr() % ALIGNMENT or not its[0].is_contiguous() for its in grads if len(its) == 1
+    if not all(grad.numel() for block in grads for grad in block) or any(
+        block[0].data_ptr() % ALIGNMENT or not block[0].is_contiguous() for block in grads if len(block) == 1
     ):
         return False
     key: Key = (
         *[plan.number for plan in plans],
-        # a plan with room for samples has updates for any number of them, as kernels read those that it has found
-        *[grad.shape[1:] if len(its) == 1 else grad.shape for its in grads for grad in its],
+        # a plan with a capacity for samples takes any number of them, as kernels read its results
+        *[grad.shape[1:] if len(block) == 1 else grad.shape for block in grads for grad in block],
         *[each.data_ptr() for each in kept],
         *[0 if rows.records is None else rows.records.data_ptr() for rows in overflow],
         *[(rows.weight, rows.state) if rows.uncached else None for rows in overflow],
@@ -66,8 +66,8 @@ def replay_update(
 
 
 class RecordedUpdate:
-    """A recorded update. It keeps what it reads: what the `plans` of its forwards have left, and `kept`; and where it
-    is of several forwards, a buffer for the gradients of each block put together."""
+    """A recorded update. It keeps what it reads alive: results of the `plans`, and `kept`; for several forwards also a
+    buffer for each block's joined gradients."""
 
     def __init__(
         self,
@@ -79,32 +79,34 @@ class RecordedUpdate:
         self._plans, self._kept = plans, [*kept]
         self._buffers: list[torch.Tensor | None] = []
         with no_inference():
-            for its in grads:
-                shape = sum(len(each) for each in its), its[0].shape[1]
-                is_one = len(its) == 1
-                self._buffers.append(None if is_one else torch.empty(shape, dtype=its[0].dtype, device=its[0].device))
-        self._stream = current_stream().cuda_stream  # whose memory the buffers are of
+            for block in grads:
+                shape = sum(len(each) for each in block), block[0].shape[1]
+                is_one = len(block) == 1
+                self._buffers.append(
+                    None if is_one else torch.empty(shape, dtype=block[0].dtype, device=block[0].device)
+                )
+        self._stream = current_stream().cuda_stream  # the stream on which the buffers were allocated
         self._graph = Recording(grads[0][0].device, plans[0].compute_pool)
         self._record(grads, launch)
 
     def _record(self, grads: Grads, launch: Callable[[Grads], None]) -> None:
-        with self._graph.recorded([its[0].data_ptr() for its in grads if len(its) == 1]):
-            launch([its if buffer is None else [buffer] for its, buffer in zip(grads, self._buffers, strict=True)])
+        with self._graph.recorded([block[0].data_ptr() for block in grads if len(block) == 1]):
+            launch([block if buffer is None else [buffer] for block, buffer in zip(grads, self._buffers, strict=True)])
 
     def is_free(self) -> bool:
-        """Always: what it changes is in its place once it is launched."""
+        """True: nothing is kept between launches."""
         return True
 
     def replay(self, grads: Grads) -> None:
         """Updates by these gradients."""
-        for its, buffer in zip(grads, self._buffers, strict=True):
+        for block, buffer in zip(grads, self._buffers, strict=True):
             if buffer is not None:
-                torch.cat(list(its), out=buffer)
-        self._graph.replay([its[0].data_ptr() for its in grads if len(its) == 1])
+                torch.cat(list(block), out=buffer)
+        self._graph.replay([block[0].data_ptr() for block in grads if len(block) == 1])
         for buffer in self._buffers:
             if buffer is not None and torch._C._cuda_getCurrentRawStream(buffer.get_device()) != self._stream:
                 buffer.record_stream(current_stream())
 
     def size_bytes(self) -> int:
-        """Of what it keeps for itself."""
+        """Bytes of its buffers."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)

@@ -1,4 +1,4 @@
-"""Copies of objects that hold the same things."""
+"""Shallow copies of objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def shallow_copy(value: T) -> T:
-    """As `copy.copy`, in a third of the time, which every replay spends."""
+    """As `copy.copy`, in a third of the time; it runs in every replay."""
     copied: T = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied

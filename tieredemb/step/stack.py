@@ -1,7 +1,7 @@
-"""Outputs of one width that lie below each other: those of bags, and behind them the rows of single ids.
+"""Stacked outputs of one width: the outputs of bags, and below them the rows of single ids.
 
-So one lookup, with one plan and one update, serves tables of both kinds. Each single id has a row of the output, which
-is what its gradient comes by; a lookup reads those of them that it is asked for.
+So one lookup, with one plan and one update, serves tables of both kinds. Each single id has a row of the output,
+through which it gets its gradient; a lookup reads only the requested ones.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tieredemb.config import Mode
 
 
 class Run(NamedTuple):
-    """Neighbouring features whose bags are pooled alike. `rows`: where theirs begin and end in the output · `mode`: how
-    they are pooled · `edges`: int64 (K + 1,), where the bags begin and end among all ids."""
+    """Neighbouring features whose bags are pooled alike. `rows`: first row and end in the output · `mode`: how they are
+    pooled · `edges`: int64 (K + 1,), edges of the bags among all ids."""
 
     rows: tuple[int, int]
     mode: Mode
@@ -26,9 +26,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """What the rows of such an output are. `runs`: of features that have bags, in their order · `row`: int32 (N,), that
-    of each id · `bags`: how many are of bags · `rows`: how many there are · `picked`: int64 (K,), of which ids single
-    rows are looked up. Tensors lie on the tables' device."""
+    """The rows of such an output. `runs`: of features with bags, in order · `row`: int32 (N,), of each id · `bags`: how
+    many rows are of bags · `rows`: how many rows in all · `picked`: int64 (K,), the ids whose single rows are looked
+    up. Tensors are on the tables' device."""
 
     runs: Sequence[Run]
     row: torch.Tensor
@@ -37,5 +37,5 @@ class Stack:
     picked: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
+        """All its tensors."""
         return [self.row, self.picked, *(run.edges for run in self.runs)]

@@ -1,13 +1,13 @@
-"""The gradient of a table, as code finds it in `.grad` of its parameter, (rows, D).
+"""The gradient of a table, (rows, D), as code reads it from `.grad` of its parameter.
 
-It is not stored as a whole. Until code needs its elements, known of it are two numbers, float32 (2,): its L2 norm,
-and a constant so small (`TRACE`) that it adds nothing to a norm. Whatever the gradient is multiplied by is read from
-the second, exactly, and also where the norm is zero or infinite: that factor is what the update multiplies the
-gradients of outputs by. So `GradScaler` finds infinities, `clip_grad_norm_` the right norm of any order, and both may
-scale it. The numbers are computed when they are first needed: a step in which nobody reads them pays nothing.
+It is not stored. Until code needs its elements, it consists of two numbers, float32 (2,): its L2 norm, and a constant
+so small (`TRACE`) that it adds nothing to a norm. Any factor applied to the gradient is read from the second, exactly,
+even if the norm is zero or infinite; the update multiplies the gradients of outputs by that factor. So `GradScaler`
+finds infinities, `clip_grad_norm_` the right norm of any order, and both may scale it. The numbers are computed when
+they are first needed, so a step that does not read them pays nothing.
 
-An operation that needs its elements finds it by row (`GradientRows`): what treats each element by itself and leaves
-zeros zero is computed there, and so are its reductions. What would make a dense gradient of it is refused.
+An operation that needs its elements finds it by row (`GradientRows`): pointwise operations that leave zeros zero are
+computed there, and so are its reductions. Operations that would make it dense are refused.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ TRACE = 2.0**-48
 
 
 class Source(Protocol):
-    """Who has the gradients of tables, by number."""
+    """Has the gradients of tables, by number."""
 
-    copies: list[weakref.ref[Known]]  # of numbers alone: they find their rows before the gradients become others
+    copies: list[weakref.ref[Known]]  # copies that are only numbers: they find their rows before the gradients change
 
     def values(self, table: int) -> torch.Tensor:
-        """The two numbers of one, float32 (2,), which may be changed in place. Raises `UnsupportedError` for one that
-        is not there."""
+        """The two numbers of a table's gradient, float32 (2,), which may be changed in place. Raises `UnsupportedError`
+        if there is none."""
 
     def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
-        """One by row, a copy, which was multiplied by what its two numbers say, or these `values` in their place. Waits
-        for a GPU. Raises `UnsupportedError` for one that is not there."""
+        """A copy of a table's gradient by row, multiplied by the factor in its two numbers, or in `values`. Waits for a
+        GPU. Raises `UnsupportedError` if there is none."""
 
     def take(self, table: int, known: Known, rows: GradientRows) -> None:
-        """`rows`, which `known` is about to become, replace it."""
+        """Replaces a table's gradient by `rows`, which `known` becomes."""
 
     def zero(self, table: int) -> None:
-        """Makes it zeros."""
+        """Sets a table's gradient to zeros."""
 
     def norms(self, norm_type: float) -> torch.Tensor:
-        """The norms of all, float32 (T,)."""
+        """The norms of all tables' gradients, float32 (T,)."""
 
 
 class Known:
-    """What is known of the gradient of a table: what its `source` says now of `table`; or of a copy numbers of its
-    `own`, as long as the gradient is what it was, or what it is `by_row`. It keeps no source alive."""
+    """The value of a table's gradient: bound to the present gradient of `table` in its `source`; or a copy, with
+    numbers of its `own` while the gradient is unchanged, or `by_row`. It keeps no source alive."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class Known:
     ) -> None:
         self._source = None if source is None else weakref.ref(source)
         self.table, self.own = table, own
-        self._parts = [] if by_row is None else [by_row]  # whose sum it is by row
+        self._parts = [] if by_row is None else [by_row]  # by row, it is their sum
 
     @property
     def by_row(self) -> GradientRows | None:
-        """Its rows, where these are all that is known."""
-        while len(self._parts) > 1:  # in pairs, as sums of many would take long one after the other
+        """Its rows, if it is known by row."""
+        while len(self._parts) > 1:  # in pairs, as a chain of many sums would take long
             pairs = zip(self._parts[::2], self._parts[1::2], strict=False)
             rest = self._parts[-1:] if len(self._parts) % 2 else []
             self._parts = [one.plus(other) for one, other in pairs] + rest
@@ -80,17 +80,17 @@ class Known:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it is what its source says."""
+        """Whether it is bound to its source."""
         return self.own is None and not self._parts
 
     def is_of(self, source: Source, table: int) -> bool:
-        """Whether it is what that says of a table, or a multiple."""
+        """Whether it is that source's gradient of the table, or a multiple."""
         mine = None if self._source is None else self._source()
         return mine is source and self.table == table and not self._parts
 
     @property
     def source(self) -> Source:
-        """Raises `UnsupportedError` where it is gone."""
+        """Its source. Raises `UnsupportedError` if that is freed."""
         found = None if self._source is None else self._source()
         if found is None:
             raise UnsupportedError("the table that this gradient is of is gone, or this is a copy whose rows it had")
@@ -98,15 +98,14 @@ class Known:
 
     @property
     def values(self) -> torch.Tensor:
-        """What is multiplied where it is multiplied by a number: its two numbers, float32 (2,), or by row its elements,
-        (U, D)."""
+        """What a multiplication by a number changes: its two numbers, float32 (2,), or by row its elements, (U, D)."""
         rows = self.by_row
         if rows is not None:
             return rows.values
         return self.source.values(self.table) if self.own is None else self.own
 
     def copied(self, values: torch.Tensor) -> Known:
-        """Of a copy, of which `values` are known."""
+        """A copy with these `values`."""
         rows = self.by_row
         if rows is not None:
             return Known(by_row=rows.with_values(values))
@@ -115,35 +114,35 @@ class Known:
         return made
 
     def rows(self) -> GradientRows:
-        """It by row, a copy. Waits for a GPU."""
+        """A copy by row. Waits for a GPU."""
         rows = self.by_row
         if rows is not None:
             return rows.with_values(rows.values.clone())
         return self.source.rows(self.table, self.own)
 
     def become(self, rows: GradientRows) -> None:
-        """Is these rows from here on, whatever its source says."""
+        """Becomes these rows, unbound from its source."""
         self._parts, self.own, self._source = [rows], None, None
 
     def materialise(self) -> None:
-        """Has its rows from here on, as what it is of becomes another; numbers alone where these cannot be found."""
+        """Finds its rows before the source's gradient changes; keeps only numbers if that is impossible."""
         try:
             self.become(self.rows())
         except TieredEmbError:
             self._source = None
 
     def set_rows(self, rows: GradientRows) -> None:
-        """Becomes what `rows` are."""
+        """Becomes `rows`."""
         if self.is_bound:
             self.source.take(self.table, self, rows)
         self.become(rows)
 
     def add(self, rows: GradientRows) -> None:
-        """Adds to what is known by row."""
+        """Adds to the rows."""
         self._parts.append(rows)
 
     def overwrite(self, other: Known) -> None:
-        """Becomes what the other is."""
+        """Becomes equal to the other."""
         if self is other:
             return
         is_one = not self._parts and not other._parts and (self._source, self.table) == (other._source, other.table)
@@ -172,7 +171,7 @@ class Known:
 
 
 def norm_by_row(rows: GradientRows, order: float) -> torch.Tensor:
-    """The norm of a gradient by row, float32 (). Raises `UnsupportedError` for orders of 0 and below, in which zeros
+    """The norm of a gradient by row, float32 (). Raises `UnsupportedError` for orders of 0 and below, for which zeros
     count."""
     if not order > 0:
         _refuse(f"a norm of order {order}")
@@ -183,7 +182,7 @@ def norm_by_row(rows: GradientRows, order: float) -> torch.Tensor:
 
 
 class TableGradient(torch.Tensor):
-    """The gradient of a table, float32 (rows, D). `known`: what it is; views share it."""
+    """The gradient of a table, float32 (rows, D). `known`: its value, shared by views."""
 
     known: Known
 
@@ -239,7 +238,7 @@ class TableGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
         if not all(issubclass(each, TableGradient) or each in _PLAIN for each in types):
-            return NotImplemented  # a table's own
+            return NotImplemented  # left to the table's
         operation = _OPERATIONS.get(name)
         if operation is not None:
             found = operation(func, args, kwargs)
@@ -257,10 +256,10 @@ class TableGradient(torch.Tensor):
 
 
 class SquaredGradient(TableGradient):
-    """The square of a table's gradient, float32 (rows, D). Its sum is known by the norm of that; what else is asked of
-    it finds it by row."""
+    """The square of a table's gradient, float32 (rows, D). Its sum is computed from the gradient's norm; all else by
+    row."""
 
-    _root: Known | None  # what it is the square of, as long as its rows were not found
+    _root: Known | None  # the gradient that it is the square of, until its rows are found
     _squares: Known
 
     @staticmethod
@@ -273,7 +272,7 @@ class SquaredGradient(TableGradient):
 
     @property
     def known(self) -> Known:  # type: ignore[override]
-        """What is known of the square: all of it."""
+        """The value of the square, by row."""
         if self._root is not None:
             rows = self._root.rows()
             self._squares, self._root = Known(by_row=rows.with_values(rows.values.square_())), None
@@ -286,7 +285,7 @@ class SquaredGradient(TableGradient):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-_foreach_supported_types.append(TableGradient)  # torch clips lists that have one as it clips those of plain tensors
+_foreach_supported_types.append(TableGradient)  # so that torch clips lists with one like lists of plain tensors
 
 
 def _refuse(name: str) -> Any:
@@ -311,7 +310,7 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _given_shape(args: Any) -> tuple[int, ...]:
-    """The shape that a view is to have, where −1 is the size that the gradient has there."""
+    """The requested shape of a view, in which −1 stands for the gradient's own size."""
     given = args[1] if len(args) > 1 else ()
     if len(given) != 2:
         return tuple(given)
@@ -319,22 +318,22 @@ def _given_shape(args: Any) -> tuple[int, ...]:
 
 
 def _like(one: TableGradient, values: torch.Tensor) -> TableGradient:
-    """A copy of a gradient, of which `values` are known."""
+    """A copy of a gradient with these `values`."""
     return TableGradient(one.shape, values.device, one.known.copied(values))
 
 
 def of_rows(rows: GradientRows) -> TableGradient:
-    """A gradient that is known by row."""
+    """A gradient with these rows."""
     shape = (rows.count, rows.values.shape[1])
     return TableGradient(shape, rows.values.device, Known(by_row=rows))
 
 
-# --- what its two numbers are enough for, or its values by row as they are --------------------------------------------
-# each returns NotImplemented where they are not
+# --- operations for which its two numbers are enough, or its values by row --------------------------------------------
+# each returns NotImplemented if they are not
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> TableGradient:
-    """The same gradient once more."""
+    """A view of the whole gradient: the same gradient."""
     return TableGradient(args[0].shape, args[0].device, args[0].known)
 
 
@@ -356,11 +355,11 @@ def _zeroed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _multiplied(func: Any, args: Any, kwargs: Any) -> Any:
-    """By a number or a tensor of one, or by itself; divided by a number."""
+    """Multiplied by a number, a tensor of one element, or itself; or divided by a number."""
     place = 0 if _is(args[0]) else 1
     one, others = args[place], [each for at, each in enumerate(args) if at != place]
     if one.known.by_row is not None:
-        return NotImplemented  # zeros times what is not finite are not
+        return NotImplemented  # zeros times such a factor are NaN
     is_mutable, name = func._schema.is_mutable, func._schema.name.removeprefix("aten::")
     if name == "mul" and _is(others[0]) and others[0].known is one.known:
         return SquaredGradient(one)
@@ -382,7 +381,7 @@ def _power(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Over all of its elements."""
+    """A norm over all of its elements."""
     names = [each.name for each in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
@@ -393,7 +392,7 @@ def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _checked(func: Any, args: Any, kwargs: Any) -> Any:
-    """`nan_to_num_`, which leaves what is finite as it is. Waits for a GPU."""
+    """`nan_to_num_`, which does not change finite gradients. Waits for a GPU."""
     return args[0] if bool(torch.isfinite(args[0].known.values).all()) else NotImplemented
 
 
@@ -431,7 +430,7 @@ def _zeroed_lists(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _normed_lists(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Of gradients of tables the norms that are known, among those of the others."""
+    """`_foreach_norm` on lists with gradients of tables."""
     others = [each for each in args[0] if not _is(each)]
     plain = iter(func(others, *args[1:], **kwargs) if others else ())
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -439,7 +438,7 @@ def _normed_lists(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _unscaled_lists(func: Any, args: Any, kwargs: Any) -> None:
-    """GradScaler's; it takes lists of one dtype."""
+    """GradScaler's operation on lists of one dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for each in args[0]:
         plain = each.known.values if _is(each) else each
@@ -448,12 +447,11 @@ def _unscaled_lists(func: Any, args: Any, kwargs: Any) -> None:
         func(those, *args[1:], **kwargs)
 
 
-# --- what needs its elements ------------------------------------------------------------------------------------------
+# --- operations on its elements ---------------------------------------------------------------------------------------
 
 
 def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """An operation that treats each element by itself. With a plain tensor of all elements it is computed with all of
-    them, as torch would."""
+    """A pointwise operation. With a plain tensor of all elements it is computed over all elements, as in torch."""
     leaves = tree_leaves((args, kwargs))
     shape = next(each.shape for each in leaves if _is(each))
     others = [each for each in leaves if isinstance(each, torch.Tensor) and not _is(each)]
@@ -512,14 +510,14 @@ def _summed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _counted(func: Any, args: Any, kwargs: Any) -> Any:
-    """What zeros add nothing to: `count_nonzero`, `any`."""
+    """Reductions to which zeros add nothing: `count_nonzero`, `any`."""
     if len(args) > 1 or kwargs:
         return NotImplemented
     return func(args[0].known.rows().values)
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """The largest or smallest element, zeros among them where rows are not reached."""
+    """The largest or smallest element, including zeros of rows that it does not reach."""
     if args[1:] not in ((), ([],), ([0, 1],)) or kwargs:
         return NotImplemented
     rows = args[0].known.rows()
@@ -534,7 +532,7 @@ def _as_sparse(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows_of(index: Any, rows: int, device: torch.device) -> torch.Tensor:
-    """The numbers of rows, int64 (K,), that an index chooses."""
+    """The row numbers, int64 (K,), that an index selects."""
     if isinstance(index, tuple):
         if len(index) != 1 and not all(each == slice(None) for each in index[1:]):
             _refuse("a choice of columns")
@@ -557,7 +555,7 @@ def _set_rows(one: TableGradient, index: Any, value: Any) -> None:
 
 
 def _rows_at(one: TableGradient, index: Any) -> torch.Tensor:
-    """`gradient[ids]`: a copy of rows, float32 (K, D). What would be a view, which is to write through, is refused."""
+    """`gradient[ids]`: a copy of rows, float32 (K, D). An index that would make a view is refused."""
     if not isinstance(index, torch.Tensor | list):
         _refuse("a view")
     rows = one.known.rows()

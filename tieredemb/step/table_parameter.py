@@ -1,8 +1,8 @@
-"""A table as a parameter: what a torch optimizer that the table follows has among its params.
+"""A table as a parameter, which is in the params of the torch optimizer that the table follows.
 
-It is an `nn.Parameter` of shape (rows, D) without storage. What computes with it reads rows, what writes to it changes
-them, as `TableTensor` says. Its `.grad` is a `TableGradient`. It knows what it belongs to weakly: an optimizer keeps no
-table alive.
+It is an `nn.Parameter` of shape (rows, D) without storage. Operations on it read and write the table's rows, see
+`TableTensor`. Its `.grad` is a `TableGradient`. It references its tables weakly, so an optimizer keeps no table
+alive.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class TableParameter(TableTensor):
-    """Table number `table` of who it is bound to. `is_sharded`: whether other processes have rows of it, too."""
+    """Table number `table` of the tables that it is bound to. `is_sharded`: whether other processes hold rows of it,
+    too."""
 
     _is_param = True  # which makes it an instance of nn.Parameter
     _followed: weakref.ref[FollowedOptimizer] | None
     _beside: weakref.ref[Any] | None  # see `Beside`
     is_sharded: bool
-    hooks: OrderedDict[int, Hook] | None  # of its gradients, as they come
-    post_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None  # of itself, once a backward has brought one
+    hooks: OrderedDict[int, Hook] | None  # called with each gradient
+    post_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None  # called after each backward that reaches it
 
     @staticmethod
     def __new__(
@@ -54,7 +55,7 @@ class TableParameter(TableTensor):
         requires_grad: bool = True,
         is_sharded: bool = False,
     ) -> TableParameter:
-        with no_inference():  # it may be trained later
+        with no_inference():  # a module built in inference mode may be trained later
             made: TableParameter = torch.Tensor._make_wrapper_subclass(
                 cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
             )
@@ -66,17 +67,17 @@ class TableParameter(TableTensor):
 
     @classmethod
     def of(cls, tables: TableSet, table: int, *, is_sharded: bool = False) -> TableParameter:
-        """That of one of `tables`."""
+        """The parameter of one of `tables`."""
         config = tables.config.tables[table]
         shape = config.num_embeddings, config.embedding_dim
         return cls(shape, tables.weight_dtype(table), tables.config.device, table, is_sharded=is_sharded)
 
     def bind(self, followed: FollowedOptimizer) -> None:
-        """Is one of these tables from here on."""
+        """Binds it to these tables."""
         self._followed = weakref.ref(followed)
 
     def move(self, device: torch.device) -> None:
-        """Lies on `device` from here on."""
+        """Moves it to `device`."""
         shape, dtype, _, *rest = self._made_as
         made = TableParameter(shape, dtype, device, *rest)
         made._followed = self._followed
@@ -85,7 +86,7 @@ class TableParameter(TableTensor):
 
     @property
     def module(self) -> FollowedOptimizer:  # type: ignore[override]
-        """Raises `StorageError` where its tables are gone, and of what was copied or pickled without them."""
+        """Its tables. Raises `StorageError` if they were freed, or it was copied or pickled without them."""
         followed = None if self._followed is None else self._followed()
         if followed is None:
             raise StorageError(
@@ -107,8 +108,8 @@ class TableParameter(TableTensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What is known of the table's gradient, float32 (rows, D); zeros from a step on until the next backward; None
-        without a gradient. Does not synchronise with a GPU."""
+        """The table's gradient, float32 (rows, D); zeros between a step and the next backward; None without a
+        gradient. Does not synchronise with a GPU."""
         followed = None if self._followed is None else self._followed()
         if followed is None or followed.pending is None:
             return None
@@ -134,7 +135,7 @@ class TableParameter(TableTensor):
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
         """See `torch.Tensor.register_hook`. It is called with the gradient of each backward pass by row, at the end of
-        the pass, and of `torch.autograd.grad`; what it returns takes the gradient's place. Then a GPU is waited for.
+        the pass, and of `torch.autograd.grad`; what it returns replaces the gradient. Waits for a GPU.
         Raises `UnsupportedError` for a table of several ranks, and in a captured step."""
         return self._register("hooks", hook)
 
@@ -157,8 +158,8 @@ class TableParameter(TableTensor):
         return handle
 
     def through_hooks(self, rows: GradientRows) -> GradientRows:
-        """What its hooks make of a gradient: what they return, or leave of it. Raises `InvalidInputError` for what is
-        no gradient of it."""
+        """The gradient after its hooks, which may change or replace it. Raises `InvalidInputError` if a hook returns
+        something else than a gradient of this table."""
         for hook in tuple((self.hooks or {}).values()):
             grad = of_rows(rows)
             result = hook(grad)
@@ -173,7 +174,7 @@ class TableParameter(TableTensor):
         return rows
 
     def call_post_hooks(self) -> None:
-        """After a backward has brought it a gradient."""
+        """Called after a backward has reached it."""
         for hook in tuple((self.post_hooks or {}).values()):
             hook(self)
 
@@ -184,7 +185,7 @@ class TableParameter(TableTensor):
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Beside a copy of its tables a parameter of these; alone one with memory of its own."""
+        """Copied with its tables: the parameter of their copy. Copied alone: a parameter with memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = _unbound(*self._made_as) if self._is_beside else self._alone()
         return memo[id(self)]
@@ -200,7 +201,7 @@ class TableParameter(TableTensor):
 
     @property
     def _is_beside(self) -> bool:
-        """Whether its tables are being copied or pickled, too, and it comes as a part of them."""
+        """Whether it is copied or pickled as a part of its tables."""
         return self._beside is not None and self._beside() is not None
 
     def _alone(self) -> torch.nn.Parameter:
@@ -214,8 +215,8 @@ REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def bind_all(followed: FollowedOptimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """They are parameters of these tables from here on. One that was copied before its tables were, and has memory of
-    its own, becomes one."""
+    """Binds parameters to these tables. A parameter that was copied before its tables, and so has memory of its own, is
+    made a `TableParameter`."""
     for table, each in enumerate(parameters):
         if not isinstance(each, TableParameter) or each.device != followed.tables.config.device:
             made = TableParameter.of(followed.tables, table)
@@ -227,8 +228,8 @@ def bind_all(followed: FollowedOptimizer, parameters: Sequence[torch.Tensor]) ->
 
 @untraced
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of an optimizer: raises `UnsupportedError` where a table has a gradient, and follows another one or
-    none, so that the step would not update its rows."""
+    """Before a step of an optimizer: raises `UnsupportedError` if a table has a gradient and follows another optimizer
+    or none, so that the step would not update its rows."""
     for group in optimizer.param_groups:
         for each in group["params"]:
             if type(each) is not TableParameter or each._followed is None:

@@ -1,10 +1,10 @@
-"""A table as a tensor: what computes with it reads rows, and what writes to it changes them, on any tier.
+"""A table as a tensor: operations on it read and write its rows, on any tier.
 
 A `TableTensor` has no storage. It is a table, (rows, D), or a view of one: `geometry`, a tensor on the meta device,
 says which elements of the whole table it has, by sizes, strides and an offset. An operation reads the rows in which
-these are into a plain tensor, runs on that, and writes the rows back if it has changed them. So views are live, as
-those of a plain tensor are. What is pointwise changes large tables in parts; everything else needs memory for all rows
-that it reads. Each operation waits for a GPU.
+these are into a plain tensor, runs on that, and writes the rows back if it has changed them. So a view shows later
+changes of the table, as a view of a plain tensor does. Pointwise operations in place change large tables in parts; all
+others need memory for all rows that they read. Each operation waits for a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_
 from tieredemb.step.whole_table import Span, elements, product, read
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
-SPAN_BYTES = 65536  # rows that lie closer are read and written as one span, which costs less than another one
+SPAN_BYTES = 65536  # rows less than this apart are read and written as one span, which costs less than two
 _SHOWN = 3  # rows, where a table is printed
 # they change each element by itself
 _POINTWISE = {
@@ -46,23 +46,23 @@ _RESHAPE = {
 
 
 class Module(Protocol):
-    """Who has a table, as its tensor knows it."""
+    """The module that a table belongs to, as its tensor uses it."""
 
     @property
     def tables(self) -> TableSet:
-        """All that it has."""
+        """The tables of the module."""
 
     @property
     def trains(self) -> bool:
         """Whether gradients reach the table."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Whether they do from here on."""
+        """Sets whether gradients reach the table."""
 
 
 class TableTensor(torch.Tensor):
-    """Table number `table` of a `module`, or a view of it. `is_detached`: whether it is to be read where gradients are
-    recorded, though none reaches the table through it."""
+    """Table number `table` of a `module`, or a view of it. `is_detached`: whether it may be read where gradients are
+    recorded, although no gradient reaches the table through it."""
 
     module: Module
     table: int
@@ -75,7 +75,7 @@ class TableTensor(torch.Tensor):
         cls, module: Module, table: int, geometry: torch.Tensor | None = None, is_detached: bool = False
     ) -> TableTensor:
         tables = module.tables
-        with no_inference():  # views may outlast it
+        with no_inference():  # views may be used after it
             if geometry is None:
                 config = tables.config.tables[table]
                 shape = (config.num_embeddings, config.embedding_dim)
@@ -104,7 +104,7 @@ class TableTensor(torch.Tensor):
         stop = first + sum((size - 1) * stride for size, stride in steps) + 1
         size, row = self.element_size(), self._row_bytes
         start = first * size // row
-        while start * row % size:  # elements may be larger than those of the table, as complex numbers are
+        while start * row % size:  # elements of a view may be larger than those of the table, as complex numbers are
             start -= 1
         return start, -(-stop * size // row)
 
@@ -115,11 +115,11 @@ class TableTensor(torch.Tensor):
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether a gradient is asked of what is computed from it."""
+        """Whether results computed from it require a gradient."""
         return self.module.trains and not self.is_detached
 
     def freeze(self, requires_grad: bool = True) -> TableTensor:
-        """Freezes the table (False), or thaws it. Raises `UnsupportedError` for what is not the table itself."""
+        """Freezes the table (False), or unfreezes it. Raises `UnsupportedError` for a view of it."""
         rows = self.module.tables.config.tables[self.table].num_embeddings
         if not self.is_detached and self.is_whole and len(self) == rows:
             self.module.requires_grad_(requires_grad)
@@ -132,8 +132,7 @@ class TableTensor(torch.Tensor):
 
     @property
     def span(self) -> Span | None:
-        """Its rows, where it has all of their elements, in their order, and a gradient can come back to them; else
-        None."""
+        """Its rows, if it has all of their elements, in their order, and a gradient can reach them; else None."""
         pending = getattr(self.module, "pending", None)
         if pending is None or not self.is_whole or not self.wants_gradient:
             return None
@@ -148,14 +147,14 @@ class TableTensor(torch.Tensor):
         return is_row and self.dtype == tables.weight_dtype(self.table) and self.geometry.is_contiguous()
 
     def transposed(self) -> TableTensor | None:
-        """Where it has two dimensions, the view with both exchanged."""
+        """The view with both dimensions exchanged, if it has two; else None."""
         if self.dim() != 2:
             return None
         with no_inference():
             return TableTensor(self.module, self.table, self.geometry.t(), self.is_detached)
 
     def rows_below(self) -> TableTensor | None:
-        """All elements of the rows in which its own are; None where it has another dtype."""
+        """All elements of the rows in which its own are; None if it has another dtype than the rows."""
         if self.is_whole:
             return self
         if self.dtype != self.module.tables.weight_dtype(self.table):
@@ -170,10 +169,10 @@ class TableTensor(torch.Tensor):
         return TableTensor(self.module, self.table, self.geometry, is_detached=True)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Its first rows, size, dtype, device and tier. Reads those rows, where they lie side by side."""
+        """Its first rows, size, dtype, device and tier. Reads those rows, if they are contiguous."""
         try:
             start, stop = self.rows
-        except TieredEmbError as error:  # its module is gone
+        except TieredEmbError as error:  # its module was freed
             return f"TableTensor(<{type(error).__name__}>, size={tuple(self.shape)}, dtype={self.dtype})"
         values, head = "…", torch.Tensor.detach(self)
         if self.dim() and len(self) > _SHOWN and self.is_whole:
@@ -193,11 +192,11 @@ class TableTensor(torch.Tensor):
         )
 
     def __copy__(self) -> TableTensor:
-        """As of a tensor, the same elements once more."""
+        """A second tensor of the same elements, as of a plain tensor."""
         return self.detached()
 
     def __deepcopy__(self, memo: dict[int, torch.Tensor]) -> torch.Tensor:
-        """A copy has memory of its own, and is no table."""
+        """A plain tensor with a copy of the elements."""
         if id(self) not in memo:
             memo[id(self)] = self.detached().clone()
         return memo[id(self)]
@@ -234,7 +233,7 @@ class TableTensor(torch.Tensor):
                 return func(first.detached().clone(), *args[1:], **kwargs)
             if func in _ARRAYS:
                 array = func(first.detached().clone(), *args[1:], **kwargs)
-                array.flags.writeable = False  # what is written to it would be lost
+                array.flags.writeable = False  # a write to the copy would not reach the table
                 return array
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
@@ -293,12 +292,12 @@ def _replace(table: TableTensor, value: Any) -> None:
         table.detached().copy_(value)
 
 
-# what code has got of `.data` of a table, of whole tables
+# tensors that code has read from `.data` of whole tables
 _DATA: weakref.WeakKeyDictionary[TableSet, list[weakref.ref[TableTensor]]] = weakref.WeakKeyDictionary()
 
 
 def _data_of(table: TableTensor) -> TableTensor:
-    """`table.data`: the same elements, until other data are put in the place of the table's."""
+    """`table.data`: the same elements, until `table.data` is assigned."""
     found = table.detached()
     if found.is_whole:
         known = _DATA.setdefault(table.module.tables, [])
@@ -308,7 +307,7 @@ def _data_of(table: TableTensor) -> TableTensor:
 
 
 def _materialise_data(table: TableTensor, value: torch.Tensor) -> None:
-    """Before `table.data = value`: who has the data of before keeps them, as tensors of their own."""
+    """Before `table.data = value`: tensors read from `table.data` before get copies of the old elements."""
     known = _DATA.get(table.module.tables, [])
     those = [each for ref in known if (each := ref()) is not None and each is not value and each.table == table.table]
     if not those:
@@ -321,8 +320,7 @@ def _materialise_data(table: TableTensor, value: torch.Tensor) -> None:
 
 
 def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A sum of tables and gradients: of each table the rows change, or are others in the copy, that its gradient
-    reaches."""
+    """A sum of tables and gradients: in each table, or its copy, only the rows change that its gradient reaches."""
     plain = name.removeprefix("_foreach_")
     if plain.rstrip("_") not in ("add", "sub") or not args or (name == "sub" and not isinstance(args[0], TableTensor)):
         raise UnsupportedError(_BY_HAND.format(plain))
@@ -341,7 +339,7 @@ def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _add_rows(table: TableTensor, rows: GradientRows, alpha: Any, *, in_place: bool) -> torch.Tensor:
-    """A table and `alpha` times what is given by row, `in_place` or as a copy, (rows, D)."""
+    """A table plus `alpha` times `rows`, `in_place` or as a copy, (rows, D)."""
     if not in_place:
         copy = table.detached().clone()
         copy[rows.ids] = copy[rows.ids].add(rows.values, alpha=alpha).to(copy.dtype)
@@ -406,7 +404,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTe
 
 
 class _Copy:
-    """Rows of a table in a plain tensor: all that some views of it need."""
+    """Rows of a table in a plain tensor: all rows that several views need."""
 
     def __init__(self, views: Sequence[TableTensor], *, is_read: bool) -> None:
         self._module, self._table = views[0].module, views[0].table
@@ -434,7 +432,7 @@ class _Copy:
 
 
 def _change_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same in place, one part of the rows after the other."""
+    """Runs an operation in place, one part of the rows after another."""
     base = args[0]
     start, stop = base.rows
 
@@ -456,8 +454,7 @@ def _change_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
-    """Whether the rows that are written are many, and can be changed one after the other, by rows of the other
-    arguments."""
+    """Whether many rows are written, and each part of them depends only on the same rows of the other arguments."""
     base = args[0]
     if len(written) != 1 or written[0] is not base or not base.is_whole:
         return False
@@ -485,8 +482,8 @@ class _Refused(torch.autograd.Function):
 
 
 def _read(known: dict[tuple[int, int, tuple[int, int]], torch.Tensor], each: TableTensor) -> torch.Tensor:
-    """What is read in its place: a copy, from which a gradient comes back to the rows, or is refused. `known`: the rows
-    that were read for the same operation, of which views may be several."""
+    """A copy to compute with; its gradient reaches the rows, or is refused. `known`: rows that were read already for
+    the same operation, which may have several views of them."""
     if not each.wants_gradient:
         return each
     base = each.rows_below()
@@ -509,7 +506,7 @@ def _read(known: dict[tuple[int, int, tuple[int, int]], torch.Tensor], each: Tab
 
 
 def _renormed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a lookup of torch in a table, whose rows it scales down first: once that was done."""
+    """Scales rows down as torch's lookup with a `max_norm` does; returns the lookup's arguments without `max_norm`."""
     if func not in (functional.embedding, functional.embedding_bag):
         return args, kwargs
     names = [*inspect.signature(func).parameters]
@@ -556,7 +553,7 @@ def _product(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_span(x: torch.Tensor, table: TableTensor, span: Span) -> torch.Tensor | None:
-    """The product, where torch has one of such shapes, dtypes and devices; None where it is to refuse them."""
+    """The product, if torch has one of such shapes, dtypes and devices; else None, for torch to raise its error."""
     if x.shape[-1] != table.shape[-1] or x.device != table.device or not span.chunks:
         return None
     is_cast = x.dtype in CARRIERS and torch.is_autocast_enabled(x.device.type)
@@ -566,7 +563,8 @@ def _of_span(x: torch.Tensor, table: TableTensor, span: Span) -> torch.Tensor | 
 
 
 def _only_looks(func: Callable[..., Any], first: Any, args: Sequence[Any]) -> bool:
-    """Whether a function reads no rows, or writes to `first`: it makes views, or tells what a tensor is."""
+    """Whether a function reads no rows, or writes to `first`: it makes views, or returns properties such as the
+    size."""
     name = getattr(func, "__name__", "")
     if name == "__getitem__":
         index = args[1] if isinstance(args[1], tuple) else args[1:]

@@ -1,8 +1,8 @@
 """The gradient of a table that a loss has used as a whole, which reaches every row.
 
-It is a sum of terms, one for each use, and is found chunk by chunk: of a product of all rows with a matrix, or of a sum
-over all elements, no more of it is ever held than a chunk. What the weight's own gradient is in torch, a term may be,
-too. Reading, norms and the update split a table into the same chunks (`spans`).
+It is a sum of terms, one for each use, and is computed chunk by chunk: for a product of all rows with a matrix, or a
+sum over all elements, never more than a chunk is in memory. A term may also be the complete gradient, as in torch.
+Reading, norms and the update split a table into the same chunks (`spans`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tieredemb.step.program import NUMBERS, CallContext, Collected, inside_backw
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.table_set import TableSet
 
-# of float32 rows: within a CPU's cache; on a GPU few chunks, as the host launches for each, but where rows pass through
-# the host, which makes room for a chunk on either side
+# bytes of float32 rows: a CPU's cache holds them; on a GPU few chunks, as the host launches each, but smaller ones if
+# rows pass through the host, which needs buffers for a chunk on either side
 CPU_BYTES, GPU_BYTES, STAGED_BYTES = 1 << 22, 1 << 28, 1 << 26
-MOST_ROWS = 1 << 21  # a chunk takes some 50 bytes a row beside its elements
+MOST_ROWS = 1 << 21  # a chunk takes some 50 bytes a row in addition to its elements
 
 
 def chunk_rows(tables: TableSet, table: int) -> int:
@@ -38,8 +38,8 @@ def chunk_rows(tables: TableSet, table: int) -> int:
 
 
 def spans(size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The rows `start` … `stop` − 1 of a table in chunks of `size` rows: (first, one after the last). Their inner edges
-    are multiples of the size, wherever the first one starts."""
+    """The rows `start` … `stop` − 1 of a table in chunks of `size` rows: (first, one after the last). Inner edges are
+    multiples of the size, for any start."""
     while start < stop:
         end = min(stop, (start // size + 1) * size)
         yield start, end
@@ -59,12 +59,12 @@ class WholeUse:
 
     @property
     def _version(self) -> tuple[int, int]:
-        """Tells whether the rows have changed."""
+        """Differs once the rows have changed."""
         optimizer = self.context.optimizer
         return self.context.tables.writes, optimizer.steps_taken if isinstance(optimizer, FollowedOptimizer) else 0
 
     def check(self) -> None:
-        """Raises `BackwardError` where the rows are not those that it has used any more."""
+        """Raises `BackwardError` if the rows have changed since the use."""
         if self._version != self._made_at:
             raise BackwardError(
                 "the rows of a table were updated or written to after a loss has used the table as a whole, and its "
@@ -73,11 +73,11 @@ class WholeUse:
             )
 
     def release(self) -> None:
-        """Keeps no rows where they are."""
+        """See `Call.release`: it locks no rows."""
 
 
 class Term(abc.ABC):
-    """What one use adds to the gradient of the rows `first` … `stop` − 1. `held_bytes`: of what it is made of."""
+    """The term of one use in the gradient of the rows `first` … `stop` − 1. `held_bytes`: of the tensors it keeps."""
 
     first: int
     stop: int
@@ -85,17 +85,15 @@ class Term(abc.ABC):
 
     @abc.abstractmethod
     def chunk(self, start: int, stop: int) -> torch.Tensor:
-        """Of the rows `start` … `stop` − 1, which are all or some of its own within a chunk of `spans`: float32 (K, D),
-        in memory of its own."""
+        """The term for the rows `start` … `stop` − 1, within a chunk of `spans`: float32 (K, D), in new memory."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises `BackwardError` where it cannot be found any more."""
+        """Raises `BackwardError` if it can no longer be computed."""
 
 
 class _OfGradient(Term):
-    """A term that keeps a gradient as autograd has handed it over: the very tensor, so that nobody takes it for one of
-    his own."""
+    """A term that keeps a gradient tensor of autograd itself, without a copy, so that autograd does not reuse it."""
 
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad, self._version = grad, grad._version
@@ -109,7 +107,7 @@ class _OfGradient(Term):
 
 
 class DenseTerm(_OfGradient):
-    """`grad`: (K, D), of the rows from `first` on."""
+    """The gradient `grad`, (K, D), of the rows from `first` on."""
 
     def __init__(self, first: int, grad: torch.Tensor) -> None:
         grad = grad if grad.layout is torch.strided else grad.to_dense()
@@ -122,12 +120,12 @@ class DenseTerm(_OfGradient):
 
 
 class ProductTerm(_OfGradient):
-    """Of `x @ rows.T`: `grad`, (M, K), is the gradient of the product, of rows from `first` on, and x is (M, D)."""
+    """Term of `x @ rows.T`. `grad`: (M, K), of the product with the rows from `first` on · `x`: (M, D)."""
 
     def __init__(self, first: int, grad: torch.Tensor, x: torch.Tensor) -> None:
         super().__init__(grad)
         self.first, self.stop, self.held_bytes = first, first + grad.shape[1], grad.nbytes + x.nbytes
-        # x may be a parameter, which the step changes before the table's gradient is found
+        # x may be a parameter, which the step changes before the table's gradient is computed
         self._x = x.to(grad.dtype, copy=True)
 
     def chunk(self, start: int, stop: int) -> torch.Tensor:
@@ -136,7 +134,8 @@ class ProductTerm(_OfGradient):
 
 
 class _OfRows(Term):
-    """A term that is made of the rows `first` … `stop` − 1 as a `use` has had them, which `read(start, stop)` reads."""
+    """A term that is computed from the rows `first` … `stop` − 1, unchanged since `use`. `read(start, stop)`: reads
+    them."""
 
     def __init__(self, use: WholeUse, rows: tuple[int, int], read: Callable[[int, int], torch.Tensor]) -> None:
         self.first, self.stop = rows
@@ -147,8 +146,8 @@ class _OfRows(Term):
 
 
 class ReducedTerm(_OfRows):
-    """Of a number for each chunk of the rows: `of_chunk` makes it of rows (K, D), or numbers (K, D) whose sum it is;
-    `grads`, (C,), are the gradients of the numbers of all chunks."""
+    """Term of a number for each chunk. `of_chunk`: computes it from rows (K, D), or numbers (K, D) whose sum it is ·
+    `grads`: (C,), the gradients of the numbers of all chunks."""
 
     def __init__(
         self,
@@ -172,18 +171,18 @@ class ReducedTerm(_OfRows):
         found = found.to(torch.float32)
         if found.is_contiguous() and found.data_ptr() != grad.data_ptr():
             return found
-        return found.clone(memory_format=torch.contiguous_format)  # of a sum of the rows it is one number, expanded
+        return found.clone(memory_format=torch.contiguous_format)  # for a sum of the rows it is one expanded number
 
 
 def are_largest(rows: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Which elements are as large as the infinite norm, as torch has it: NaNs are. Bool (K, D)."""
+    """Which elements equal the infinite norm, as in torch, where NaNs do. Bool (K, D)."""
     size = rows.abs()
     return (size == norm) | size.isnan()
 
 
 class NormTerm(_OfRows):
-    """Of the `norm` of an `order`, above 0 or infinite, of all elements of the rows: `grad` is the norm's gradient, and
-    `ties`, of an infinite order, says how many elements are as large as the norm; float32 ()."""
+    """Term of the `norm` of an `order`, above 0 or infinite, of all elements of the rows. `grad`: of the norm · `ties`:
+    for an infinite order, how many elements equal the norm; float32 ()."""
 
     def __init__(
         self,
@@ -212,32 +211,32 @@ class NormTerm(_OfRows):
             return signs * are_largest(rows, self._norm) * self._scale
         if order == 1:
             return signs * self._scale
-        # of an order below 1 the gradient of a zero is zero, in torch too
+        # for an order below 1 the gradient of a zero is zero, as in torch
         powers = rows.abs().pow_(order - 1).masked_fill_(rows == 0, 0.0)
         return signs * powers * self._scale
 
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Gradients are recorded inside, also amid an operation on a tensor that is implemented in Python."""
+    """Inside, gradients are recorded, even within an operation on a tensor subclass."""
     recorded = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(recorded, False), torch.enable_grad():
         yield
 
 
 class WholeGradient:
-    """That of table number `table`, (rows, D), found for a chunk of rows at a time."""
+    """The gradient of table number `table`, (rows, D), computed for a chunk of rows at a time."""
 
     def __init__(self, tables: TableSet, table: int) -> None:
-        its, self._device = tables.config.tables[table], tables.config.device
-        self._rows, self._width, self._chunk = its.num_embeddings, its.embedding_dim, chunk_rows(tables, table)
+        config, self._device = tables.config.tables[table], tables.config.device
+        self._rows, self._width, self._chunk = config.num_embeddings, config.embedding_dim, chunk_rows(tables, table)
         self._terms: list[Term] = []
-        # of each term what its gradient was multiplied by since, and whether it was set to zero
+        # for each term, what its gradient was multiplied by since, and whether it was set to zero
         self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
     def add(self, term: Term) -> None:
-        """Adds what a use has brought. Where the terms hold more than a gradient of all rows beside the largest of them
-        would, they are added up to one, so that many backwards before a step need no more memory than in torch."""
+        """Adds the term of a use. If the terms keep more memory than a dense gradient and the largest of them would,
+        they are added up to one, so that many backwards before a step need no more memory than in torch."""
         self._terms.append(term)
         self._factors.append(None)
         held = sorted(each.held_bytes for each in self._terms)
@@ -252,12 +251,12 @@ class WholeGradient:
         ]
 
     def check(self) -> None:
-        """Raises `BackwardError` where it cannot be found any more."""
+        """Raises `BackwardError` if it can no longer be computed."""
         for each in self._terms:
             each.check()
 
     def chunks(self, rows: RowSums | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """It chunk by chunk, the gradient `rows` of lookups added: the first row, and float32 (K, D)."""
+        """The gradient in chunks, plus the gradient `rows` of lookups: the first row, and float32 (K, D)."""
         for start, stop in spans(self._chunk, 0, self._rows):
             found = self._part(start, stop)
             if rows is not None and len(rows.ids):
@@ -286,19 +285,19 @@ class WholeGradient:
         return torch.zeros((rows, self._width), dtype=torch.float32, device=self._device)
 
     def dense(self, rows: RowSums | None = None) -> torch.Tensor:
-        """It as a tensor, float32 (rows, D), the gradient `rows` of lookups added."""
+        """The gradient as a tensor, float32 (rows, D), plus the gradient `rows` of lookups."""
         found = torch.empty((self._rows, self._width), dtype=torch.float32, device=self._device)
         for start, values in self.chunks(rows):
             found[start : start + len(values)] = values
         return found
 
     def by_row(self, rows: RowSums | None = None) -> GradientRows:
-        """It by row, all of them, the gradient `rows` of lookups added."""
+        """The gradient by row, for all rows, plus the gradient `rows` of lookups."""
         ids = torch.arange(self._rows, device=self._device)
         return GradientRows(ids, self.dense(rows), self._rows)
 
     def norm(self, order: float, rows: RowSums | None = None) -> torch.Tensor:
-        """The norm of that order, above 0 or infinite, float32 (), the gradient `rows` of lookups added."""
+        """The norm of an order above 0 or infinite, float32 (), with the gradient `rows` of lookups added."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for _, values in self.chunks(rows):
             size = values.abs_().to(torch.float64)
@@ -312,8 +311,7 @@ class WholeGradient:
 
 
 def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
-    """The gradient of each table by row, as calls and uses of whole tables bring it. Waits for a GPU; see
-    `rows_of_calls`."""
+    """The gradient of each table by row, from calls and uses of whole tables. Waits for a GPU; see `rows_of_calls`."""
     whole: dict[int, WholeGradient] = {}
     for use, term in collected:
         if isinstance(use, WholeUse):
@@ -323,5 +321,5 @@ def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
 
 
 def with_whole(found: list[GradientRows], whole: Mapping[int, WholeGradient]) -> list[GradientRows]:
-    """The gradients of tables by row, those of `whole` tables added."""
+    """The gradients of tables by row, plus those of `whole` tables."""
     return [whole[table].by_row(rows) if table in whole else rows for table, rows in enumerate(found)]

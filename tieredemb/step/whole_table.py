@@ -1,7 +1,7 @@
 """Tables that a loss uses as a whole, with a gradient that reaches all rows; read in chunks where that is possible.
 
 Products with all rows, sums over all elements and norms hold no more than a chunk of a table, or of its gradient,
-beside what they return. Everything else takes the rows as one tensor, and its gradient is one, as in torch.
+in addition to what they return. All other operations read the rows into one tensor, whose gradient is one, too.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Span:
 
 
 def _leaf() -> torch.Tensor:
-    """What autograd is given in the place of a table: it requires a gradient, and so the backward is called."""
+    """Autograd's input in place of a table: it requires a gradient, so that the backward is called."""
     return torch.zeros(0, device="cpu", requires_grad=True)
 
 
 def _collect(ctx: Any, term: Callable[[], Term]) -> None:
-    """Hands the term of a backward to the pass that has reached it, or to `torch.autograd.grad` where that asks."""
+    """Adds the term of a backward to the present backward pass, or to the `torch.autograd.grad` that requests it."""
     for listener in tuple(BACKWARDS):
         listener()
     use: WholeUse = ctx.call
@@ -89,8 +89,8 @@ def _collect(ctx: Any, term: Callable[[], Term]) -> None:
 
 
 class _Used(torch.autograd.Function):
-    """What `compute` makes of the rows of a span. `term`: what its gradient adds to that of the rows · `reads_again`:
-    whether that is made of the rows, which have to be the same then."""
+    """The result of `compute` on the rows of a span. `term`: what its gradient adds to that of the rows · `reads_rows`:
+    whether the term is computed from the rows, which must not have changed then."""
 
     @staticmethod
     def forward(
@@ -99,16 +99,16 @@ class _Used(torch.autograd.Function):
         span: Span,
         compute: Callable[[], torch.Tensor],
         term: Callable[[WholeUse, torch.Tensor], Term],
-        reads_again: bool,
+        reads_rows: bool,
     ) -> torch.Tensor:
-        ctx.call, ctx.term, ctx.reads_again = span.rows.use(span.table), term, reads_again
+        ctx.call, ctx.term, ctx.reads_rows = span.rows.use(span.table), term, reads_rows
         return compute()
 
     @staticmethod
     @untraced
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None, None]:
-        if ctx.reads_again:
+        if ctx.reads_rows:
             ctx.call.check()
         _collect(ctx, lambda: ctx.term(ctx.call, grad))
         return None, None, None, None, None
@@ -119,15 +119,15 @@ def _used(
     compute: Callable[[], torch.Tensor],
     term: Callable[[WholeUse, torch.Tensor], Term],
     *,
-    reads_again: bool = True,
+    reads_rows: bool = True,
 ) -> torch.Tensor:
-    found: torch.Tensor = _Used.apply(_leaf(), span, compute, term, reads_again)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Used.apply(_leaf(), span, compute, term, reads_rows)  # type: ignore[no-untyped-call]
     return found
 
 
 def read(span: Span) -> torch.Tensor:
-    """All rows of a span, (K, D), from which a gradient comes back to them."""
-    return _used(span, span.whole, lambda _, grad: DenseTerm(span.start, grad), reads_again=False)
+    """All rows of a span, (K, D), with a gradient for them."""
+    return _used(span, span.whole, lambda _, grad: DenseTerm(span.start, grad), reads_rows=False)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def product(x: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of `function` of each row's elements, which treats each by itself: () of a dtype."""
+    """The sum of a pointwise `function` of all elements: () of a dtype."""
 
     def compute() -> torch.Tensor:
         made = (function(span.read(start, stop)) for start, stop in span.chunks)
@@ -214,10 +214,10 @@ def norm(span: Span, order: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Elements(torch.Tensor):
-    """A `function` of each element of the rows of a `span`, (K, D), until all of them are asked for: a sum of them
-    needs no more than a chunk."""
+    """A `function` of each element of the rows of a `span`, (K, D), computed when they are read: their sum needs no
+    more than a chunk."""
 
-    span: Span | None  # None once all of them are there
+    span: Span | None  # None once all of them are computed
     _use: WholeUse
     _found: torch.Tensor | None
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -278,7 +278,7 @@ class Elements(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled():  # nobody would be told that no gradient comes back
+        if torch.is_grad_enabled():  # the gradient would be missing silently
             raise UnsupportedError(f"{func} of elements of a table; take a copy of the table by weight.clone() first")
         args, kwargs = tree_map_only(Elements, Elements.whole, (args, kwargs or {}))
         return func(*args, **kwargs)

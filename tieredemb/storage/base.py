@@ -2,9 +2,9 @@
 
 A tier is a frozen config (`HostMemory`, `UnifiedMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are
 two arrays, so that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit
-words, of which the last is the row's score. A row whose score is zero was never written: its content is whatever the
-table's initialiser generates. A storage holds rows and knows no map, no policy and no threads: a caller that copies
-rows beside other work keeps to the contract of `ColdRows`.
+words, the last of which is the row's score. A row whose score is zero was never written: its content is what the
+table's initialiser generates. A storage has rows and knows no map, no policy and no threads: a caller that copies rows
+beside other work follows the contract of `ColdRows`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tieredemb.kernels.row_format import RowFormat
 from tieredemb.storage.range_copies import begin_rows, copy_rows
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
 
-# "", or a word and what tells it apart: "clock", "aged:300.0". Which there are is the cache's to know: it starts the
-# scores of another policy anew
+# "", or a word with parameters: "clock", "aged:300.0". Only the cache knows which exist: it resets the scores of
+# another policy
 _POLICY = re.compile(r"(?:[a-z]+(?::[!-~]{1,64})?)?")
 _MOST_COUNTED = 2**62  # batches and steps are counted on from there, in int64
 
@@ -67,7 +67,7 @@ class RowLayout(RowFormat):
 
 
 Gather = Callable[[Any], list[Any]]
-"""Returns what each process that opens storage beside this one has passed, in the order of the processes."""
+"""Returns the values that all processes which open storage with this one have passed, in their order."""
 
 
 def alone(own: Any) -> list[Any]:
@@ -89,13 +89,13 @@ class Storage(abc.ABC):
     def opening(
         self, names: Sequence[str], *, given: str = "", fills: bool = False, gather: Gather = alone
     ) -> Iterator[RowOpener]:
-        """What opens the key spaces `names` of one module or conversion, inside the context: all that such a tier
-        holds at that place are checked, as one, before any is changed.
+        """Opens the key spaces `names` of one module or conversion inside the context: all key spaces of such a tier at
+        that place are checked as one before any is changed.
 
-        `given`: what would be written over their rows, in words for a message, "" if nothing would: a tier that holds
-        rows already refuses then · `fills`: whether the caller writes all rows of new key spaces, and calls `filled()`
-        on each before it uses them: what was not filled is made anew the next time · `gather`: exchanges what each
-        process has found, where several open key spaces at once. Raises `StorageError`.
+        `given`: what would overwrite their rows, in words for a message, "" if nothing would: a tier with rows then
+        refuses · `fills`: whether the caller writes all rows of new key spaces, and calls `filled()` on each before it
+        uses them: an unfilled one is made anew the next time · `gather`: exchanges the findings of processes that open
+        key spaces at the same time. Raises `StorageError`.
         """
         gather(None)
         yield self
@@ -104,17 +104,16 @@ class Storage(abc.ABC):
     def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> ColdRows:
         """Opens the rows of one key space.
 
-        `name` tells the key spaces of one collection apart (a collection with widths 32 and 64 opens two) and is ""
-        for the only one. `identity` is a JSON-able dict that says what the rows mean (tables, seed, initialisers,
-        optimizer); a tier that outlives the process stores it and refuses to reopen under another one.
+        `name` distinguishes the key spaces of one collection (a collection with widths 32 and 64 opens two) and is ""
+        for a single one. `identity` is a JSON-able dict of the rows' meaning (tables, seed, initialisers, optimizer);
+        a tier that outlives the process stores it and refuses to reopen with another one.
         """
 
 
 @dataclass
 class Metadata:
-    """What a key space has to remember beside its rows: `batch`, the time that scores are relative to, which is the
-    number of batches that have aged them; `steps`, the optimizer's step count for each table; `policy`, the unit of the
-    scores."""
+    """Metadata of a key space: `batch`, the time that scores are relative to, which is the number of batches that have
+    aged them; `steps`, the optimizer's step count for each table; `policy`, the unit of the scores."""
 
     batch: int = 0
     steps: list[int] = field(default_factory=list)
@@ -126,8 +125,8 @@ class Metadata:
 
     @classmethod
     def from_json(cls, value: Any, name: str) -> Metadata:
-        """The metadata that a file says it has at `name`. Raises `ValueError` for what is none."""
-        # 0.1.0 kept here the checksum of a history that lay beside a row file
+        """The metadata in a file's field `name`. Raises `ValueError` if it is invalid."""
+        # 0.1.0 wrote here the checksum of a history in a file of its own
         fields = fields_of(value, name, ("batch", "steps", "policy"), optional=("history",))
         policy = text_of(fields["policy"], f"{name}.policy")
         if not _POLICY.fullmatch(policy):
@@ -142,7 +141,7 @@ class Metadata:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a file says it."""
+        """As a field of a file."""
         return {"batch": int(self.batch), "steps": [int(step) for step in self.steps], "policy": self.policy}
 
 
@@ -187,7 +186,7 @@ class ColdRows(abc.ABC):
     is_new: bool = True  # whether it was made now, and holds no row of an earlier owner
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
     history: Any = None  # what an optimizer that moves every row keeps of its steps: `lookup.history.Histories`
-    saved_history: Any = None  # what it was when the storage was closed, as `lookup.histories.Stored`
+    saved_history: Any = None  # the history when the storage was closed, as `lookup.histories.Stored`
     was_recovered: bool = False  # whether its last owner did not close it
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
@@ -206,7 +205,7 @@ class ColdRows(abc.ABC):
     def wait_until_committed(self) -> None:  # noqa: B027 - others commit memory as it is used, or at once
         """Waits until no use of the rows commits memory any more, where the tier does that behind its opening."""
 
-    def begin_changes(self) -> None:  # noqa: B027 - memory has nobody to tell
+    def begin_changes(self) -> None:  # noqa: B027 - memory has no mark
         """To be called before rows are used, here or in a hot cache, other than by the calls below, which do so
         themselves: what outlives the process is known then to be older than what this process has."""
 
@@ -221,9 +220,8 @@ class ColdRows(abc.ABC):
     def copy_range(
         self, start: int, stop: int, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]
     ) -> np.ndarray[Any, Any]:
-        """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D), and `state`, uint32 (K, S), are
-        filled, of which either may have fewer columns; the scores are returned, uint32 (K,). The tier does not grow by
-        it."""
+        """Copies the rows start … stop − 1 of this tier to `weight`, carrier (K, D), and `state`, uint32 (K, S), either
+        of which may have fewer columns; returns the scores, uint32 (K,). The tier does not grow."""
         copy_rows(self.weight[start:stop, : weight.shape[1]], weight)
         copy_rows(self.state[start:stop, : state.shape[1]], state)
         return self.state[start:stop, -1].copy()
@@ -256,8 +254,8 @@ class ColdRows(abc.ABC):
         """`reserve` for the rows start … stop - 1."""
 
     def reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027
-        """Before the rows `keys` (int64 (K,)) are read: makes sure that their scores can be written back, even those of
-        rows that stay clean. Raises `StorageFullError` and leaves every row as it was."""
+        """Called before the rows `keys` (int64 (K,)) are read: makes sure that their scores can be written back, even
+        of rows that stay clean. Raises `StorageFullError`, with every row unchanged."""
 
     @property
     def has_all_scores_reserved(self) -> bool:
@@ -277,7 +275,7 @@ class ColdRows(abc.ABC):
         and score.
 
         Returns bool (M,): the rows never written. Of those only the score (zero) was moved; the caller
-        generates them. May raise `StorageFullError` where a score needs space to come back to.
+        generates them. May raise `StorageFullError` if a score needs space to be written back.
         """
         from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
         from tieredemb.storage.rows_cpu import rows_read
@@ -321,8 +319,8 @@ class ColdRows(abc.ABC):
         """`flush`, and marks the tier clean, until rows are used again."""
 
     def close(self) -> None:
-        """Releases the tier, which stays unclean unless it was sealed. A second call does nothing, or goes on with one
-        that was interrupted. Memory is freed as soon as nobody else holds the arrays."""
+        """Releases the tier, which stays unclean unless it was sealed. A second call does nothing, or completes an
+        interrupted one. Memory is freed once the arrays are no longer referenced."""
         self.released = True
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 

@@ -30,9 +30,9 @@ def zero_in_parallel(array: Array) -> None:
 
 
 class Commit:
-    """Commits `memory` (uint8) while it is in use already, by threads of its own, which read the first byte of each
-    block: nobody's rows change. They leave one core alone, and end with the work, with `end()`, and with the main
-    thread; until then they keep the memory."""
+    """Commits `memory` (uint8) while it is in use already, on background threads, which read the first byte of each
+    block: no row changes. They leave one core free, and end with the work, with `end()`, and with the main thread;
+    until then they keep the memory alive."""
 
     def __init__(self, memory: Array, block_bytes: int) -> None:
         blocks = torch.from_numpy(memory)[::block_bytes]
@@ -53,7 +53,7 @@ class Commit:
             thread.start()
 
     def wait(self) -> None:
-        """Until all of it is committed, or the threads were told to end."""
+        """Waits until all of it is committed, or the threads were ended."""
         for thread in self._threads:
             thread.join()
 

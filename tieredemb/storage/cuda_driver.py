@@ -125,7 +125,7 @@ def free_managed(address: int) -> None:
 
 
 def advise_host(address: int, size_bytes: int) -> None:
-    """Keeps the pages of the range in the host's memory, whoever uses them."""
+    """Keeps the pages of the range in the host's memory, even if a GPU uses them."""
     _advise(address, size_bytes, _PREFERRED_LOCATION, _Location(_HOST, 0), _CPU)
 
 

@@ -1,7 +1,7 @@
 """Cold rows in host memory: anonymous pages, zero and uncommitted until they are touched, in huge pages if
 granted.
 
-A random row costs a TLB miss on each of its pages, so the mapping asks for 2 MiB pages (`MADV_HUGEPAGE`). The
+A random row costs a TLB miss on each of its pages, so the mapping requests 2 MiB pages (`MADV_HUGEPAGE`). The
 kernel commits one when it is first touched: a table that is used sparsely stays small, but in steps of 2 MiB. A
 cache on a GPU pins the rows, and its kernels use them in place.
 """
@@ -54,9 +54,9 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def ask_for_huge_pages(address: int, size_bytes: int) -> None:
-    """Asks for huge pages under memory that is yet to be touched: touching it takes a fault for each page. Of less than
-    malloc maps on its own nothing is asked, as pages would be shared with others."""
+def advise_huge_pages(address: int, size_bytes: int) -> None:
+    """Requests huge pages for memory before it is touched, as touching it takes a fault for each page. Does nothing for
+    sizes that malloc does not map separately, as pages would be shared with other objects."""
     if size_bytes < _MAPPED_BYTES:
         return
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

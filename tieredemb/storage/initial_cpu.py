@@ -113,7 +113,7 @@ def row_generate(weight, row, width, local, number, seed, kind, a, b):
 def rows_generate(
     lo, hi, keys, rows, weight, state, state_width, state_word, seed, ids, start, number, kind, params, padding_key
 ):
-    """`ids`: int64 (T, 2), the id of each table's first row, and by how much those of the others differ."""
+    """`ids`: int64 (T, 2), the id of each table's first row, and the step from row to row."""
     width = row_width(weight)
     values = np.zeros((1, 0 if is_direct(weight) else width), np.float32)
     for i in range(lo, hi):

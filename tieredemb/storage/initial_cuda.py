@@ -13,7 +13,7 @@ from tieredemb.kernels.compiler import Kernel, blocks_for, options
 
 _FILE = "storage/initial.cu"
 _THREADS = 256
-_MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over what is beyond
+_MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over the rest
 
 
 @functools.cache
@@ -76,12 +76,12 @@ class DeviceInitialRows:
     ) -> None:
         """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
 
-        `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,),
-        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative the
-        cold row of its key, or with `by_key=False` row r for −2 − r · `untouched`: uint8 (n,), not 0 where the row is
-        to be generated; all of these tensors or addresses. Of a cold row all is written but its last state word, the
-        score; the addresses may be 0 where no slot is negative. `some`: address of how many are to be generated, if
-        that is known there.
+        `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,), the
+        destination of each row: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative
+        the cold row of its key, or with `by_key=False` row r for −2 − r · `untouched`: uint8 (n,), not 0 where the row
+        is to be generated; all of these tensors or addresses. Of a cold row all is written but its last state word, the
+        score; the addresses may be 0 where no slot is negative. `some`: address of how many are to be generated, if the
+        device knows that.
         """
         dtype, width = hot_weight.dtype, hot_weight.shape[1]
         _missed_kernel(dtype, width)(

@@ -3,7 +3,7 @@
 memkind keeps its heap in a file that it unlinks at once, in a directory that should lie on a DAX filesystem
 (`mount -o dax`). It takes the blocks with `posix_fallocate` when it allocates, so a full device is an error
 here and no signal later. The states come from `memkind_calloc`: fresh blocks read as zeros and are known to
-memkind as such, so nothing is touched; the weights of an untouched row are never read and stay as they come.
+memkind as such, so nothing is touched; the weights of an untouched row are never read, and not initialised.
 """
 
 from __future__ import annotations

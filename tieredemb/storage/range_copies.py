@@ -1,4 +1,4 @@
-"""Rows that lie next to each other, copied by all cores: one alone touches new memory, and moves old, slowly."""
+"""Copies neighbouring rows on all cores: a single core is slow to touch new memory, and to move old."""
 
 from __future__ import annotations
 

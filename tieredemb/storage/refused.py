@@ -10,8 +10,8 @@ _RIGHTS = (errno.EACCES, errno.EPERM)
 
 
 def refused(error: OSError, path: str, *, writes: bool = True) -> str:
-    """What the system said while it was asked for `path` or something in it, and what to do about it, where that is
-    known. `writes`: whether it was to be written, or only read."""
+    """The system's error for `path` or a file in it, and what to do about it, if known. `writes`: whether it was to be
+    written, or only read."""
     place = error.filename if isinstance(error.filename, str) else path
     known = _known(error.errno, place, writes)
     return f"{error}; {known}" if known else str(error)

@@ -1,7 +1,7 @@
 """CPU kernels that move rows between a cold storage and the slots of a hot cache.
 
-A row is about 300 random bytes on either side, so the time goes into cache misses: each kernel asks for the
-rows a few iterations ahead. Weights travel as their carrier's bits, so moving never rounds. A kernel moves 2
+A row is about 300 random bytes on either side, so most time is spent in cache misses: each kernel prefetches
+rows a few iterations ahead. Weights move as their carrier's bits, so moving never rounds. A kernel moves 2
 · (D · itemsize + 4 · (S + 1)) bytes a row.
 """
 
@@ -120,8 +120,8 @@ def rows_write(
 ) -> None:
     """Writes slot `slots[i]` back to cold row `keys[i]` for i in lo … hi - 1; the keys are distinct.
 
-    Of a slot that is not dirty only the score is written. The score comes last: a row whose writing is
-    interrupted before it was ever written stays untouched.
+    Of a slot that is not dirty only the score is written. The score is written last: a row whose first write is
+    interrupted stays untouched.
     """
     width = cold_weight.shape[1]
     state_width = cold_state.shape[1] - 1

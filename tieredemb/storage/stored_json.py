@@ -1,7 +1,7 @@
-"""JSON that was stored, read strictly: a right checksum says that it is as it was written, not by whom.
+"""Strict reading of stored JSON: a right checksum proves that it is unchanged, not which program wrote it.
 
-What is wrong is a `ValueError` that names the place, what is there and what is allowed. Who reads a file turns it into
-the error of that file.
+Errors are `ValueError`s that name the place, the value and what is allowed. The reader of a file turns them into errors
+of that file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def parse(data: bytes) -> Any:
 
 
 def check_depth(value: Any, most: int) -> None:
-    """Raises `ValueError` where more than `most` arrays and objects lie in one another. Level by level: recursion is
-    what it guards against."""
+    """Raises `ValueError` if arrays and objects are nested more than `most` deep. It works level by level, as it guards
+    against recursion."""
     level = [value]
     for _ in range(most + 1):
         level = [outer for outer in level if isinstance(outer, (dict, list))]

@@ -1,8 +1,8 @@
-"""The system calls of the file tier and of checkpoints, in one place: a seam at which each of them can be made to fail.
+"""The system calls of the file tier and of checkpoints, in one place, where tests can make each of them fail.
 
 Tests replace `system` and let every call fail, once or for good, at every position (`tests/disturbances/faults.py`).
-The seam is in the library rather than in a preloaded one, as it sees `msync` and `madvise` of a mapping as well as
-calls that Python makes by itself, names the file, and needs no compiler.
+The seam is in the library rather than in a preloaded one, as it covers `msync` and `madvise` of a mapping and
+calls of Python itself, names the file, and needs no compiler.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class System:
         return os.stat(path)
 
     def statfs(self, path: str) -> int:
-        """The type of a filesystem, as linux/magic.h names them: of what the call tells, all that is asked for here."""
-        told = (ctypes.c_long * 64)()  # more than its struct, which begins with the type, has anywhere
-        if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), told):
+        """The type of a filesystem, as linux/magic.h names them: the only field of the result that is used here."""
+        buffer = (ctypes.c_long * 64)()  # more than its struct, which begins with the type, has anywhere
+        if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-        return int(told[0]) & 0xFFFFFFFF
+        return int(buffer[0]) & 0xFFFFFFFF
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)

@@ -1,10 +1,10 @@
 """Cold rows in CUDA's managed memory, kept on the host and read and written there by kernels: the fast tier of a GPU.
 
 Managed memory that stays on the host is mapped with large pages, so random rows cross PCIe at 46–51 GB/s where pinned
-memory, bound by address translation, brings 4–17 (NVIDIA H200, 8 GiB and more; `python -m tieredemb doctor` measures).
+memory, bound by address translation, reaches 4–17 (NVIDIA H200, 8 GiB and more; `python -m tieredemb doctor` measures).
 It is committed in blocks of 2 MiB when it is first touched: 0.27 ms a block for the GPU, 9 to 15 GiB/s for 16 CPU
 threads, and 3 to 7 in memory that a virtual machine has not used before (`python -m benchmarks.cuda_opening`). So
-threads commit it behind an opening, while it is in use already.
+threads commit it after an opening, while it is in use already.
 """
 
 from __future__ import annotations

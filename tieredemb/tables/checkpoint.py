@@ -51,7 +51,7 @@ class SavedTables:
 
     @property
     def noted(self) -> NotedTables:
-        """What is noted of it beside the rows."""
+        """What a checkpoint notes of these tables beside their rows."""
         return NotedTables(self.prefix, self.names, self.optimizer, _optimizers(self.tables))
 
     def spaces(self) -> dict[str, ColdRows]:
@@ -78,8 +78,8 @@ def save(
         held: dict[str, HeldRows] = {}
         reasons = []
         for each in sets:
-            its, broken = write_back(each.tables)
-            held |= _prefixed(each.prefix, its)
+            rows_held, broken = write_back(each.tables)
+            held |= _prefixed(each.prefix, rows_held)
             reasons.append(broken)
         checkpoint.save(
             directory,
@@ -93,8 +93,8 @@ def save(
 
 
 def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
-    """Brings the cold rows up to date: returns those that a storage could not take, by key space, and why rows are not
-    to be trusted, if so. The caller holds the caches."""
+    """Brings the cold rows up to date: returns the rows that a storage could not take, by key space, and why rows
+    may be wrong, or "". The caller holds the caches."""
     held: dict[str, HeldRows] = {}
     for name, group in _named(tables):
         try:
@@ -119,8 +119,8 @@ def load(
     beside: Beside | None = None,
     stacklevel: int = 4,
 ) -> dict[str, Any]:
-    """See `TieredModule.load_checkpoint`. `beside`: is given the dense layers before anything changes, and returns what
-    takes them over once all rows are loaded · `stacklevel`: of the user's call, for a warning."""
+    """See `TieredModule.load_checkpoint`. `beside`: called with the dense layers before anything changes; what it
+    returns is called once all rows are loaded, to load them · `stacklevel`: of the user's call, for a warning."""
     check_directory(directory)
     check_flag("recover", recover)
     noted = [each.noted for each in sets]
@@ -157,7 +157,7 @@ def load(
 
 
 def ignored_of(tables: TableSet, prefix: str = "") -> dict[str, frozenset[str]]:
-    """Of key spaces without an optimizer, which may be loaded from one with any: what is not compared of them."""
+    """What is not compared of each key space: of those without an optimizer, which load rows of any optimizer."""
     return (
         {}
         if tables.config.optimizer is not None
@@ -226,8 +226,8 @@ def check_replaceable(tables: TableSet) -> None:
 
 
 def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
-    """Of tables that are looked up one by one, by their names; none of tables that have one together."""
-    if not tables.config.apart:
+    """The optimizers of tables that are looked up separately, by table name; empty if tables share one."""
+    if not tables.config.separate:
         return {}
     return {each.tables.config.tables[0].name: each.optimizer for each in list(tables.engines) if each.optimizer}
 

@@ -1,6 +1,7 @@
 """What a checkpoint notes beside the rows: the optimizer's param group, and what the user wants remembered.
 
-Checked when it is noted as when it is read: a checkpoint that no load takes must not replace one that does.
+It is checked both when it is noted and when it is read: a checkpoint that cannot be loaded must not replace one that
+can.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def note(optimizer: RowOptimizer | None, extra: Any, others: Mapping[str, RowOpt
 
 
 def set_noted(optimizer: RowOptimizer | None, noted: Mapping[str, Any], others: Mapping[str, RowOptimizer]) -> None:
-    """Gives optimizers what `note` has noted of them; one that it knows nothing of, what it has of `optimizer`."""
+    """Sets the options that `note` has noted of each optimizer; if it has none of one, those of `optimizer`."""
     if optimizer is None or noted["param_group"] is None:
         return
     optimizer.set_options(noted["param_group"])
@@ -148,6 +149,6 @@ def _other(found: Mapping[str, list[str]], wanted: Mapping[str, list[str]]) -> s
             f"one width, dtype and kind of optimizer share one. Convert the model as it was converted for the save. "
             f"Nothing was changed"
         )
-    told = [f"the checkpoint lacks {sorted(here - there)}"] * bool(here - there)
-    told += [f"this model lacks {sorted(there - here)}"] * bool(there - here)
-    return f"{', and '.join(told)}. Nothing was changed"
+    differences = [f"the checkpoint lacks {sorted(here - there)}"] * bool(here - there)
+    differences += [f"this model lacks {sorted(there - here)}"] * bool(there - here)
+    return f"{', and '.join(differences)}. Nothing was changed"

@@ -1,8 +1,8 @@
-"""Closes what nobody has any more, wherever the garbage collector finds that out.
+"""Closes tables when nothing references them any more, on whichever thread the garbage collector runs.
 
-It may do so inside Python's own bookkeeping of threads, where this thread has a lock that starting and ending another
-one wants, too: closing tables there, which threads help with, would wait for itself. So it is
-left to a thread of which that bookkeeping knows nothing.
+The collector may run while this thread is inside Python's `threading` module and holds a lock that is also taken when a
+thread starts or ends. Closing tables starts and ends threads, so closing them there would deadlock. Then a new thread
+that `threading` does not know closes them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 # since Python 3.13 threads are counted without the first one; looked up when needed, as a fork gets new ones
 _LOCKS = (threading, "_shutdown_locks_lock"), (futures, "_global_shutdown_lock")
-_under_way: dict[int, Any] = {}  # locks that are taken until a close on a thread of its own has ended
+_under_way: dict[int, Any] = {}  # a lock for each close on a thread of its own, held until that has ended
 
 
 def when_collected(owner: object, close: Callable[[], object]) -> weakref.finalize[..., Any]:
-    """Has `close` called once nobody has the `owner` any more, or when the process ends."""
+    """Calls `close` once nothing references the `owner` any more, or when the process ends."""
     return weakref.finalize(owner, _close, close)
 
 
@@ -36,7 +36,7 @@ def _close(close: Callable[[], object]) -> None:
 
 
 def _for_good(close: Callable[[], object]) -> None:
-    """Closes what nobody can close again."""
+    """Closes. An error is reported, not raised: nobody can call this again."""
     try:
         close()
     except Exception as error:

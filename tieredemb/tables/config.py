@@ -1,4 +1,4 @@
-"""What a set of tables is built from, checked; and what it is where users say nothing."""
+"""The configuration of a set of tables: checked, and with defaults where users give no value."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from tieredemb.tables.torch_kinds import Optimizer, row_config
 @dataclass(frozen=True, kw_only=True)
 class TableSetConfig:
     """All that a set of tables is built from; see the modules for the meaning of each field. `pooled`: whether lookups
-    sum rows up over bags; else they return the row of each id, the features' one after the other · `apart`: whether
-    each table takes steps of its own, and is looked up by itself · `parts`: of which tables they are parts, if not
-    whole · `label`: what their storages are named by, where others of one storage are beside them."""
+    sum rows up over bags; else they return the row of each id, feature after feature · `separate`: whether each table
+    counts its own steps and is looked up by itself · `parts`: for each table which part of a larger one it is, if they
+    are not whole · `label`: part of the storages' names, where several sets of tables use one storage."""
 
     tables: tuple[TableConfig, ...]
     capacity: Capacity
@@ -55,7 +55,7 @@ class TableSetConfig:
     outputs: torch.dtype | None = None
     rounding: Rounding = "nearest"
     pooled: bool = True
-    apart: bool = False
+    separate: bool = False
     parts: tuple[TablePart, ...] = ()
     label: str = ""
 
@@ -65,7 +65,7 @@ class TableSetConfig:
 
     @functools.cached_property
     def output_dtype(self) -> torch.dtype:
-        """Of pooled rows: `outputs`, or that of the rows."""
+        """The dtype of pooled rows: `outputs`, or that of the rows."""
         return self.outputs or encoding_of(self.dtype).dtype
 
     def __post_init__(self) -> None:
@@ -104,13 +104,13 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 def shown_tables(names: list[str], label: str) -> str:
-    """Tables of these names, as a message names them: one by itself, which is called "weight", by its label."""
+    """These tables, as a message names them; a single table, whose name is "weight", by its label."""
     names = [label] if names == ["weight"] and label else names
     return f"table{'s' * (len(names) > 1)} {some_of(names)}"
 
 
 def _check_rounding(rounding: Rounding, encoding: Encoding, of: str) -> None:
-    """Raises `ConfigError`, which says whose rows they are (`of`), unless rows of `encoding` can be rounded so."""
+    """Raises `ConfigError`, which names their owner (`of`), unless rows of `encoding` can be rounded so."""
     check_one_of("rounding", rounding, ROUNDINGS)
     if rounding == "stochastic" and (not encoding.is_direct or encoding.dtype.itemsize != 2):
         raise ConfigError(

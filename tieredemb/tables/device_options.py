@@ -38,17 +38,17 @@ class DeviceOptions:
 
     @property
     def skipped(self) -> torch.Tensor:
-        """float32 (), whether the step that is about to come is not to be taken; see `refuse_spoilt`."""
+        """float32 (), whether the next step is to be refused; see `refuse_spoilt`."""
         assert self._skipped is not None
         return self._skipped
 
     @property
     def notes_steps(self) -> bool:
-        """Whether anybody listens to `note_step`."""
+        """Whether `note_step` has an effect."""
         return any(isinstance(each, DeviceGroup) and each.is_dense for each in self._tables.groups)
 
     def note_step(self) -> None:
-        """A step is about to come, with the options that were sent last."""
+        """The next step will use the options that were sent last."""
         for each in self._tables.groups:
             if isinstance(each, DeviceGroup):
                 each.note_step()

@@ -1,14 +1,14 @@
-"""Caches that share one capacity, which is divided among them by what their rows are used for, again and again.
+"""Divides one capacity among several caches by the use of their rows, anew from time to time.
 
-Now and then a sample of the scores tells what share of the batches uses a row, and so how often a batch looks it up
-(`use`). To look changes nothing. Slots go where a byte serves most lookups (`shares.by_use`). Caches of other sizes are
-then made anew over the same cold rows, as in a move to another device, and filled by an unscored plan of the rows that
-were used most. So no number changes, and an interrupt finds the old caches or the new ones.
+Now and then a sample of the scores shows which share of the batches uses a row, and so how often a batch looks it up
+(`use`). Sampling changes nothing. Slots go where a byte serves most lookups (`shares.by_use`). Caches of changed sizes
+are replaced by new ones over the same cold rows, as in a move to another device, and filled with the most used rows by
+an unscored plan. So no number changes, and an interrupt leaves the old caches or the new ones.
 
-It happens while no ticket is in flight, before the plan of a forward. Other threads that were on their way to the old
+This is done while no ticket is in flight, before the plan of a forward. Other threads that were about to use the old
 caches plan again, as the place of the tables has changed (`table_set.PlaceLocks`). Prefetch leaves a batch unplanned
-for it. A captured step finds its tables in another place, and is captured anew; a cache whose addresses a graph of the
-user's has is never made anew.
+for it. A captured step is captured anew, as its tables have another place; a cache whose addresses are in a user's
+graph is never replaced.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tieredemb.tables.use import use_of
 if TYPE_CHECKING:
     from tieredemb.tables.group import Group
 
-FIRST, MOST = 20, 5000  # plans until the first look at what rows are used for, and between two looks at most
-# × the plans that have come before a look, until the next one: after a look that has changed sizes, and after another
+FIRST, MOST = 20, 5000  # plans until the first look at the use of rows, and at most between two looks
+# × the plans before a look, until the next one: after a look that has changed sizes, and after another
 GROWTH, UNCHANGED_GROWTH = 2, 8
-PATIENCE = 64  # forwards that find batches in flight, before it is put off
-# the share of all lookups that has to hit in addition for caches to be made anew, which takes as long as dozens of
-# steps; it is larger while fewer plans than that come between two looks
+PATIENCE = 64  # forwards with batches in flight, before a look is postponed
+# additional hits, as a share of all lookups, that justify new caches, which take as long as dozens of steps; more if
+# there are fewer plans than that between two looks
 LEAST_GAIN, LEAST_GAIN_PLANS = 0.0002, 400
-LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five times what caches hold, and chance decides
+LEAST_PASSING = 0.04  # of `passing_share`: below it a batch uses over five times what caches hold, and hits are random
 
 
 class Sharing(Protocol):
-    """A set of tables whose caches share a capacity, among themselves or with those of others."""
+    """A set of tables whose caches share a capacity, with each other or with those of other sets."""
 
     division: Division | None
 
@@ -53,24 +53,24 @@ class Sharing(Protocol):
 
 
 class Division:
-    """The capacity that all caches of some sets of tables share, of those on one device. It is looked at after `FIRST`
-    plans, then each time after some times as many (`GROWTH`, `UNCHANGED_GROWTH`), between steps, and divided anew where
+    """The capacity that all caches of some sets of tables on one device share. After `FIRST` plans, and then after
+    multiples (`GROWTH`, `UNCHANGED_GROWTH`), it looks at their use, between steps, and divides the capacity anew if
     that serves more lookups. Which rows are cached changes no number. A copy of it, as of a module, has no sets until
     these `join`."""
 
     def __init__(self, sets: Iterable[Sharing] = ()) -> None:
         self._sets = [weakref.ref(tables) for tables in sets]
         self._gap = FIRST  # plans from one look to the next
-        self._wanted = False  # a look, by the next forward that finds no batch in flight
+        self._wanted = False  # whether the next forward without batches in flight is to look
         self._waits = self._replays = 0
-        self._capacity: tuple[list[int], int] | None = None  # bytes of slots, and of all, when it was divided first
+        self._capacity: tuple[list[int], int] | None = None  # bytes of slots, and of all, at the first division
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Division, ()
 
     def join(self, tables: Sharing) -> None:
-        """These share the capacity, too."""
+        """Adds tables that share the capacity."""
         self._sets.append(weakref.ref(tables))
         tables.division = self
 
@@ -78,25 +78,23 @@ class Division:
         return [tables for tables in (each() for each in self._sets) if tables is not None]
 
     def request_if_due(self) -> bool:
-        """Returns whether it is time to look, and has the next forward of any of the sets do so then. Does not
-        synchronise."""
+        """Returns whether a look is due; if so, the next forward of any of the sets does it. Does not synchronise."""
         self._wanted = self._wanted or any(self.is_due_in(tables) for tables in self._there())
         return self._wanted
 
     def is_due_in(self, tables: Sharing) -> bool:
-        """Whether it is time to look, by the plans of one of the sets, whose groups plan equally often."""
+        """Whether a look is due, by the plans of one of the sets, whose groups plan equally often."""
         cache = tables.groups[0].cache
         return self._wanted or cache.plans - cache.looked_at.plans + self._replays >= self._gap
 
     def note_replay(self) -> None:
-        """A captured step is replayed, whose plan the host does not count."""
+        """Called when a captured step is replayed, whose plan the host does not count."""
         self._replays += 1
 
     def divide(self) -> None:
-        """Looks, and divides anew where that pays; unless batches are in flight, or a CUDA graph is being captured:
-        then at one of the next calls, or later. Caches that a graph of the user's knows stay. Synchronises with a
-        GPU."""
-        if not self._lock.acquire(blocking=False):  # another thread does
+        """Reads how often rows are used, and divides the capacity again if that pays. If batches are in flight, or a
+        CUDA graph is being captured, a later call does it. Caches in a user's graph stay. Synchronises with a GPU."""
+        if not self._lock.acquire(blocking=False):  # another thread does it
             return
         try:
             sets = self._there()
@@ -110,7 +108,7 @@ class Division:
                 group.cache.looked_at = group.cache.looked_at._replace(plans=group.cache.plans)
             if not is_free or any(group.cache.is_in_graph for group in groups):
                 return
-            # where another thread's batch has come meanwhile, or old and new caches have no room together, it stays
+            # if another thread has a batch meanwhile, or old and new caches do not fit in memory, nothing changes
             with contextlib.suppress(StorageError, DeviceMemoryError, MemoryError):
                 self._look(sets)
         finally:
@@ -118,10 +116,10 @@ class Division:
 
     def _look(self, sets: list[Sharing]) -> None:
         groups = [group for tables in sets for group in tables.groups]
-        if len({group.config.device for group in groups}) > 1:  # some were moved by themselves
+        if len({group.config.device for group in groups}) > 1:  # some were moved separately
             return
         batches = [group.cache.stats().batches - group.cache.looked_at.batches for group in groups]
-        if max(batches) < FIRST // 2:  # of which several plans make one
+        if max(batches) < FIRST // 2:  # several plans are one batch
             return
         gap, self._gap = self._gap, min(GROWTH * self._gap, MOST)
         try:
@@ -133,7 +131,7 @@ class Division:
                 group.cache.looked_at = Look(group.cache.plans, counted.batches, counted.lookups)
 
     def _divide(self, sets: list[Sharing], batches: int) -> bool:
-        """Returns whether caches have got other sizes."""
+        """Divides the capacity; returns whether caches have new sizes."""
         groups = [group for tables in sets for group in tables.groups]
         uses = [use for group in groups if (use := use_of(group, batches)) is not None]
         if len(uses) < len(groups):
@@ -155,14 +153,14 @@ class Division:
             return False
         given = iter(slots)
         changed = [(tables, [next(given) for _ in tables.groups]) for tables in sets]
-        for tables, own in sorted(changed, key=lambda change: _more_bytes(*change)):  # first those that give room
+        for tables, own in sorted(changed, key=lambda change: _more_bytes(*change)):  # first caches that shrink
             if own != [group.slots for group in tables.groups]:
                 tables.resize(own)
         return True
 
 
 def share_capacity(sets: Sequence[Sharing]) -> None:
-    """The capacity of these sets is one, on each device, from here on."""
+    """Has these sets share one capacity on each device."""
     for device in {tables.groups[0].config.device for tables in sets}:
         there = [tables for tables in sets if tables.groups[0].config.device == device]
         if sum(len(tables.groups) for tables in there) > 1:
@@ -176,5 +174,5 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _more_bytes(tables: Sharing, slots: list[int]) -> int:
-    """How many more the caches take with so many slots."""
+    """How many more bytes the caches need with these slots."""
     return sum((new - group.slots) * group.slot_bytes for group, new in zip(tables.groups, slots, strict=True))

@@ -31,8 +31,8 @@ class Fingerprint:
 
 
 def steps_fingerprint(steps: int, calls: int, options: int) -> int:
-    """Of so many steps, which have applied so many calls; `options`: the fingerprint of those of the last. Of 63 bits,
-    not negative."""
+    """The fingerprint of `steps` steps, which have applied `calls` calls: 63 bits, not negative. `options`: the
+    fingerprint of the last step's options."""
     return ((steps % (1 << STEP_BITS)) << CALL_BITS | calls % (1 << CALL_BITS)) << OPTION_BITS | options
 
 

@@ -1,9 +1,9 @@
-"""Tables that follow a torch optimizer: their update comes with its `step()`, by the numbers of its param group.
+"""Tables that follow a torch optimizer: its `step()` updates them, with the hyperparameters of its param group.
 
-A parameter a table lies among the optimizer's params (`TableParameter`). Its `step()` is told of (`Followers`): before
-it what the tables will need is checked, before anything changes, and after it what was collected since the last step is
-applied. While the optimizer itself runs, these parameters have no gradient, so that it leaves them alone whatever its
-kind. They know the tables weakly: an optimizer keeps none alive.
+Each table is one of the optimizer's params (`TableParameter`). Hooks run around its `step()` (`Followers`): before it
+they check what the tables will need, before anything changes; after it they apply what was collected since the last
+step. While the optimizer itself runs, these parameters have no gradient, so an optimizer of any kind skips them. They
+reference the tables weakly: an optimizer keeps none alive.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tieredemb.tables.given_states import MAX_STEPS, checked_entry, groups_of, l
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import (
+    check_equal_steps,
     check_is_here,
     check_lagging,
-    check_together,
     lagging_rows,
     loaded_state,
     state_tensors,
@@ -45,20 +45,20 @@ GroupChoice = int | dict[str, Any] | None
 
 
 class Parameter(Protocol):
-    """A table, as an optimizer has it among its params."""
+    """A table as one of an optimizer's params."""
 
     device: torch.device
     requires_grad: bool
 
     def move(self, device: torch.device) -> None:
-        """Lies on `device` from here on."""
+        """Moves to `device`."""
 
 
 class Pending(Protocol):
-    """What was collected for one set of tables since the last step. `has_hooks`: whether any may have hooks of its
+    """The gradients collected for one set of tables since the last step. `has_hooks`: whether any may have hooks of its
     gradient · `is_there`: whether the tables have a gradient, as parameters have one from a backward until it is set to
-    None · `applied_calls`: how many calls the last step has applied, and `applied`: what was spoilt of these · `whole`:
-    what gradients reach all rows of tables, by number."""
+    None · `applied_calls`: how many calls the last step has applied · `applied`: what was `spoilt` of these · `whole`:
+    gradients that reach all rows, by number of the table."""
 
     has_hooks: bool
     is_there: bool
@@ -67,34 +67,34 @@ class Pending(Protocol):
     whole: dict[int, Any]
 
     def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a table's parameter, or None where it has no gradient."""
+        """The `.grad` of a table's parameter; None without a gradient."""
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces that; None drops the table's gradient."""
+        """Sets the `.grad`; None drops the table's gradient."""
 
     def move(self) -> None:
         """Follows the tables to another device."""
 
     @property
     def waiting(self) -> bool:
-        """Whether anything was."""
+        """Whether any gradient was collected."""
 
     @staticmethod
     def check(those: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if that of some sets cannot be
-        applied. Returns what is spoilt of each: float32 (T,), NaN for a table whose gradient others have multiplied by
-        what is not finite, else 0; or None."""
+        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if the gradients of some sets cannot
+        be applied. Returns what is spoilt of each: float32 (T,), NaN for a table whose gradient was multiplied by a
+        factor that is not finite, else 0; or None."""
 
     @staticmethod
     def apply(those: Sequence[Any]) -> None:
-        """Applies that of some sets as one update; where nothing was collected, a step without a gradient."""
+        """Applies the gradients of some sets as one update; without any, a step without a gradient."""
 
 
 class FollowedOptimizer:
     """The torch optimizer that one set of tables follows, or will.
 
-    `config`: what the tables' rows are laid out for · `optimizer`: the torch optimizer, None before `follow` ·
-    `table_parameters`: the tables as it has them among its params · `pending`: what waits for its next step.
+    `config`: the optimizer that the tables' rows are laid out for · `optimizer`: the torch optimizer, None before
+    `follow` · `table_parameters`: the tables as its params · `pending`: gradients that wait for its next step.
     """
 
     def __init__(self, tables: TableSet, config: OptimizerConfig | None, table_parameters: list[Any]) -> None:
@@ -109,15 +109,15 @@ class FollowedOptimizer:
         self.cache_key = self._cache_key()  # see `Follower`
         self.pending: Pending | None = None
         self.in_state_dict = True
-        self.followers: Followers | None = None  # of the optimizer, these tables among them
-        self._entries: frozenset[Any] | None = None  # of the tables in its state, once they have taken a step
-        self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, when last looked
-        self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
+        self.followers: Followers | None = None  # of the optimizer, including these tables
+        self._entries: frozenset[Any] | None = None  # the tables' entries in its state, once they have taken a step
+        self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, at the last look
+        self._checked: Meaning | None = None  # the meaning of the param group when it was last checked
         self.stepping: Meaning | None = None  # the same while the optimizer's step is applied
         self._loading: dict[int, LoadedState] | None = None
-        self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
+        self._steps = self._calls = 0  # steps taken, and calls applied by them; the meaning at the last step:
         self._last: Meaning | None = None
-        self._is_spoilt = False  # whether what is `spoilt` is to be applied
+        self._is_spoilt = False  # whether the gradients to be applied are `spoilt`
         self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = self._tables.config.device.type == "cpu"
@@ -146,15 +146,15 @@ class FollowedOptimizer:
             lay_out(self._tables, config)
             self.on_device = DeviceOptions(self._tables)
         self.config = config
-        if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written
+        if any(state.step for state in states.values()):  # else they are those of new tables, without a need to write
             self._tables.set_states(states, lambda: None)
         self._put(optimizer, index, old)
         self.in_state_dict = in_state_dict
         self.listen(optimizer)
 
     def listen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hears of the steps of an optimizer that has its parameters among its params."""
-        self.followers = followers_of(optimizer)  # each time: an interrupt may have come in between
+        """Adds hooks to the steps of an optimizer that has its parameters among its params."""
+        self.followers = followers_of(optimizer)  # each time, as an interrupt may have prevented it
         self.followers.add(self)
         self.optimizer, self.is_there = optimizer, True
 
@@ -165,9 +165,8 @@ class FollowedOptimizer:
         group: GroupChoice = None,
         instead_of: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor] | None, int, OptimizerConfig]:
-        """What `follow` is about to do: the params whose places its own take, the index of the param group, and
-        what that means. Raises what `follow` would, before it changes anything, but where rows cannot be laid out
-        anew."""
+        """What `follow` will do: the params that its own replace, the index of the param group, and its config. Raises
+        what `follow` would, before it changes anything, except if rows cannot be laid out anew."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"follow needs a torch.optim.Optimizer, got {shown(optimizer)}")
         kind_of(type(optimizer))
@@ -183,8 +182,8 @@ class FollowedOptimizer:
         return old, index, config
 
     def _check_kept(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor]) -> None:
-        """Raises `ConfigError` where the optimizer has state of the params `old` that is of other steps than the tables
-        have taken, whose rows and state a file has kept."""
+        """Raises `ConfigError` if the optimizer's state of the params `old` has other steps than tables whose rows and
+        state a file has kept."""
         for table, param in enumerate(old):
             name = self._tables.config.tables[table].name
             entry = _entry_of(optimizer, param, f"table {name!r}")
@@ -193,7 +192,7 @@ class FollowedOptimizer:
             taken, given = steps_of(self._tables, table), None
             if "step" in entry:
                 given = loaded_steps(entry["step"], name, most=MAX_STEPS)
-            if taken if given is None else given in (0, taken):  # torch's Adagrad begins with state of step 0
+            if taken if given is None else given in (0, taken):  # torch's Adagrad makes state of step 0
                 continue
             raise ConfigError(
                 f"the file of table {name!r} has kept its rows after {taken} steps, and the optimizer has state of "
@@ -202,8 +201,8 @@ class FollowedOptimizer:
             )
 
     def _check_alone(self, config: OptimizerConfig) -> None:
-        """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
-        an optimizer of other rows."""
+        """Raises `ConfigError` if rows are to be laid out for `config`, and tables that share their cache follow an
+        optimizer with another layout."""
         for each in self._beside():
             if each.optimizer is not None:
                 raise ConfigError(
@@ -213,7 +212,7 @@ class FollowedOptimizer:
                 )
 
     def _check_leaving(self, config: OptimizerConfig) -> None:
-        """Raises where its optimizer cannot be left for another, of the rows of `config`."""
+        """Raises if the tables cannot leave their optimizer for another with rows for `config`."""
         assert self.config is not None
         old = type(self.optimizer).__name__
         if self.pending is not None and self.pending.waiting:
@@ -228,7 +227,7 @@ class FollowedOptimizer:
             )
 
     def _leave(self) -> None:
-        """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
+        """Leaves its optimizer for one of the same kind; state and steps start anew, as in torch."""
         assert self.optimizer is not None
         assert self.config is not None
         tables = range(len(self.table_parameters))
@@ -245,7 +244,7 @@ class FollowedOptimizer:
         self.unfollow()
 
     def _begin_anew(self, tables: Iterable[int]) -> None:
-        """State and steps of some tables become those of new ones."""
+        """Resets state and steps of some tables to those of new ones."""
         assert self.config is not None
         trained = [table for table in tables if steps_of(self._tables, table)]
         fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
@@ -253,8 +252,8 @@ class FollowedOptimizer:
             self._tables.set_states(fresh, lambda: None)
 
     def _note_state(self) -> None:
-        """The tables have a state, of which the optimizer's has an entry of nothing for each. Where somebody empties
-        that, to train anew, the entries are gone, too."""
+        """Adds an empty entry for each table to the optimizer's state. If code clears that state, to train anew, the
+        entries are gone, too."""
         assert self.optimizer is not None
         assert self.config is not None
         has_state = bool(self.config.tensors or self.config.is_dense)
@@ -263,7 +262,7 @@ class FollowedOptimizer:
             self.optimizer.state.setdefault(each, {})
 
     def _follow_state(self) -> None:
-        """Before a step, where entries are gone."""
+        """Called before a step: resets tables whose entries are gone."""
         assert self.optimizer is not None
         state, tables = self.optimizer.state, self._tables.config.tables
         gone = [table for table, each in enumerate(self.table_parameters) if each not in state]
@@ -277,7 +276,7 @@ class FollowedOptimizer:
         self._entries = None
 
     def unfollow(self) -> None:
-        """Hears of its optimizer no longer, whose params stay as they are."""
+        """Removes its hooks from the optimizer, whose params stay."""
         if self.followers is not None:
             self.followers.remove(self)
         self.optimizer = self.followers = self._checked = None
@@ -285,7 +284,7 @@ class FollowedOptimizer:
         self._place = self._entries = None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
-        """The params whose places those of the tables take, checked."""
+        """The params that the tables' parameters replace, checked."""
         if instead_of is None:
             return None
         if not isinstance(instead_of, Iterable) or isinstance(instead_of, str | type | torch.Tensor):
@@ -306,7 +305,8 @@ class FollowedOptimizer:
     def _chosen_group(
         self, optimizer: torch.optim.Optimizer, group: GroupChoice, old: list[torch.Tensor] | None
     ) -> int:
-        """Index of the param group for the tables: where they or what they replace are, or the one asked for."""
+        """Index of the param group for the tables: of them, or of the params that they replace, or the requested
+        one."""
         groups = optimizer.param_groups
         asked: int | None = None
         if isinstance(group, dict):
@@ -351,8 +351,8 @@ class FollowedOptimizer:
     def _states_of(
         self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None, config: OptimizerConfig
     ) -> dict[int, LoadedState]:
-        """The state that the optimizer has of the params `old`, or has loaded of the tables' own, which becomes that of
-        tables with rows for `config`, but where a file has kept that. Raises `InvalidInputError`."""
+        """The optimizer's state of the params `old`, or its loaded state of the tables, for tables with rows for
+        `config`; not if a file has kept the tables' state. Raises `InvalidInputError`."""
         states: dict[int, LoadedState] = {}
         for table, param in enumerate(self.table_parameters if old is None else old):
             if old is not None and not self._tables.is_new(table):
@@ -362,7 +362,7 @@ class FollowedOptimizer:
             if old is None and not entry:
                 continue
             states[table] = loaded_state(self._tables, config, table, entry)
-        check_together(config, states)
+        check_equal_steps(config, states)
         return states
 
     def _put(self, optimizer: torch.optim.Optimizer, index: int, old: list[torch.Tensor] | None) -> None:
@@ -374,7 +374,7 @@ class FollowedOptimizer:
                 params[at] = parameter
                 optimizer.state.pop(old[table], None)
             elif _find(optimizer, parameter) is not None:
-                if entry := optimizer.state.get(parameter):  # what was loaded, or begun; the tables have it now
+                if entry := optimizer.state.get(parameter):  # loaded or initial state, which the tables have now
                     optimizer.state[parameter] = _emptied(entry) if kind_of(type(optimizer)).at_once else {}
             else:
                 params.append(parameter)
@@ -382,12 +382,12 @@ class FollowedOptimizer:
                     group["param_names"].append(self._added_name(table))
 
     def _added_name(self, table: int) -> str:
-        """What a group that names its params calls the parameter of a table that was added to it."""
+        """The name of a table's parameter that was added to a group with named params."""
         return f"tables.{self._tables.config.tables[table].name}.weight"
 
     def put_param(self, param: torch.nn.Parameter, state: dict[str, Any], name: str) -> None:
-        """Puts `param` in the place of that of its one table, with the state that the optimizer is to have of
-        it. `name`: what a group that names its params calls it, where the table's was added to it."""
+        """Replaces the parameter of its single table by `param`, with its `state` in the optimizer. `name`: for a group
+        with named params, if the table's parameter was added to it."""
         (parameter,) = self.table_parameters
         group = self._found()[1]
         at = next(i for i, each in enumerate(group["params"]) if each is parameter)
@@ -400,16 +400,16 @@ class FollowedOptimizer:
             self.optimizer.state[param] = state
 
     def look_for(self) -> bool:
-        """See `RowOptimizer`. A library that builds its optimizer in its own `fit()` gives nobody a chance to call
-        `follow`: it has the tables as it has all of `parameters()`. Raises as `follow` does."""
+        """See `RowOptimizer`. If a library builds its optimizer in its own `fit()`, users cannot call `follow`; that
+        optimizer has the tables among `parameters()`. Raises as `follow` does."""
         found = optimizer_with(self.table_parameters[0])
         if found is not None:
             self.follow_found(found)
         return found is not None
 
     def follow_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows one that has the tables among its params. Raises as `follow` does, and `ConfigError` where the rows
-        would have to be laid out anew, which batches in flight do not allow."""
+        """Follows an optimizer that has the tables among its params. Raises as `follow` does, and `ConfigError` if the
+        rows would have to be laid out anew, which is impossible with batches in flight."""
         _, _, config = self.check_follow(optimizer)
         if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
             raise ConfigError(
@@ -432,8 +432,7 @@ class FollowedOptimizer:
         return self._found()[0]
 
     def _found(self) -> tuple[int, dict[str, Any]]:
-        """The index of the param group, and the group as it is now; other code replaces it, `load_state_dict` for
-        one."""
+        """The index of the param group, and the present group, which `load_state_dict` and other code replace."""
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
         if self._place is None or not _are_at(groups, *self._place, self.table_parameters):
@@ -449,24 +448,24 @@ class FollowedOptimizer:
         return self._place[0], groups[self._place[0]]
 
     def now(self) -> OptimizerConfig:
-        """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
+        """The present options, checked. A learning rate on a GPU is 0 here, and read there."""
         if self.followers is None or self.optimizer is None:
             assert self.config is not None
             return self.config
         return self._meaning(self.followers).config
 
     def _meaning(self, followers: Followers) -> Meaning:
-        """What the param group means now, checked."""
+        """The present meaning of the param group, checked."""
         index, group = self._found()
         found = followers.meaning(index, group, waits=self._tables.config.device.type == "cpu")
         if found is not self._checked:
             self.check_rows(found.config)
             self._checked = found
-            followers.ask_again()
+            followers.recheck()
         return found
 
     def check_rows(self, config: OptimizerConfig) -> None:
-        """Raises `ConfigError` where a param group that means `config` cannot train the rows."""
+        """Raises `ConfigError` if a param group with the meaning `config` cannot train the rows."""
         assert self.config is not None
         if type(config) is not type(self.config):
             raise ConfigError(
@@ -479,18 +478,18 @@ class FollowedOptimizer:
 
     @property
     def _rate_there(self) -> torch.Tensor | None:
-        """The learning rate, where it is a tensor on a GPU."""
+        """The learning rate, if it is a tensor on a GPU."""
         lr = None if self.optimizer is None else self._found()[1]["lr"]
         if not isinstance(lr, torch.Tensor) or "cpu" in (lr.device.type, self._tables.config.device.type):
             return None
         return lr
 
-    # --- what a step asks -------------------------------------------------------------------------------------------
+    # --- for a step --------------------------------------------------------------------------------------------------
 
     def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
         """See `RowOptimizer.numbers`."""
-        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
-        assert self.config is not None  # whose rows hold the state, whatever the options are by now
+        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, if the optimizer is a fused one
+        assert self.config is not None  # the rows hold its state, whatever the present options
         if self.stepping is not None:
             options = self.stepping.items
         elif self.followers is not None and self.optimizer is not None:
@@ -498,12 +497,12 @@ class FollowedOptimizer:
         else:
             options = tuple(asdict(self.config).items())
         spoilt, factor = self.spoilt(), 1.0 if scale is None else 1.0 / float(scale)
-        if spoilt is not None and bool(spoilt.isnan().any()):  # of all tables, as the step was not refused
+        if spoilt is not None and bool(spoilt.isnan().any()):  # then of all tables, as the step was not refused
             factor = math.nan
         return hyperparameters_after(self.config, options, steps, factor)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """See `RowOptimizer.scaling`: what a GradScaler gives an optimizer that is a fused one."""
+        """See `RowOptimizer.scaling`: the values that a GradScaler sets on a fused optimizer."""
         device = self._tables.config.device
         found, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
         as_float = (
@@ -527,14 +526,14 @@ class FollowedOptimizer:
     def upload(self) -> None:
         """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""
         config, there = self.now(), self.on_device
-        if there.made_from is config:  # in a step each of many tables asks
+        if there.made_from is config:  # fast, as each of many tables does this in a step
             there.note_step()
             return
         there.send(asdict(config))
         there.made_from = config
 
     def options_fingerprint(self, *, waits: bool) -> int:
-        """See `RowOptimizer`. A learning rate on a GPU is in none."""
+        """See `RowOptimizer`. It excludes a learning rate on a GPU."""
         return self._fingerprint.of(asdict(self.now()))
 
     @property
@@ -584,8 +583,8 @@ class FollowedOptimizer:
 
     @staticmethod
     def check_steps(those: Sequence[FollowedOptimizer]) -> list[FollowedOptimizer]:
-        """See `Follower`: those whose tables have a gradient, unless a GradScaler has told a fused optimizer to skip
-        the step, which a GPU finds out by itself."""
+        """See `Follower`: those whose tables have a gradient, unless a GradScaler has a fused optimizer skip the step,
+        which a GPU reads by itself."""
         due = list[FollowedOptimizer]()
         for each in those:
             if each._entries and each.optimizer is not None and not each._entries <= each.optimizer.state.keys():
@@ -601,10 +600,10 @@ class FollowedOptimizer:
                 each._check_takes_whole()
         skips = getattr(due[0].optimizer, "found_inf", None)
         skipped = skips is not None and any(each._is_on_cpu for each in due) and bool(skips)
-        for each, its in zip(due, spoilt, strict=True):
-            each._is_spoilt = its is not None
-            if its is not None and each._is_on_cpu and not skipped:
-                each._check_spoilt(its)
+        for each, own_spoilt in zip(due, spoilt, strict=True):
+            each._is_spoilt = own_spoilt is not None
+            if own_spoilt is not None and each._is_on_cpu and not skipped:
+                each._check_spoilt(own_spoilt)
         return [each for each in due if not each._is_on_cpu] if skipped else due
 
     def _check_takes_whole(self) -> None:
@@ -616,9 +615,8 @@ class FollowedOptimizer:
             )
 
     def _check_spoilt(self, spoilt: torch.Tensor) -> None:
-        """Raises `UnsupportedError` where the gradient of a table was multiplied by what is not finite, as `spoilt` has
-        it (see `Pending`), so that no row of it would be a number in torch, where rows that the step does not reach
-        cannot become NaN."""
+        """Raises `UnsupportedError` if the gradient of a table was multiplied by a factor that is not finite (`spoilt`,
+        see `Pending`), and rows that the step does not reach cannot become NaN, as all rows would in torch."""
         if not bool(spoilt.isnan().any()):
             return
         assert self.config is not None
@@ -633,7 +631,7 @@ class FollowedOptimizer:
 
     @property
     def steps_taken(self) -> int:
-        """Steps of the optimizer that were the tables', too."""
+        """Steps of the optimizer in which the tables took part."""
         return self._steps
 
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
@@ -643,13 +641,13 @@ class FollowedOptimizer:
         try:
             for each in those:
                 each.stepping = each._checked
-                if each._is_spoilt and each._checked is not None:  # whose gradients have factors of their own
+                if each._is_spoilt and each._checked is not None:  # its gradients have separate factors
                     each.stepping = Meaning(each._checked.config)
             self.pending.apply([each.pending for each in those])
         finally:
             for each in those:
                 each.stepping = None
-        if not _is_captured(self._tables.config.device):  # in a capture nothing runs
+        if not _is_captured(self._tables.config.device):  # in a capture nothing is run
             for each in those:
                 count = 0 if each.pending is None else each.pending.applied_calls
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
@@ -657,22 +655,22 @@ class FollowedOptimizer:
                     each._note_state()
 
     def _beside(self) -> list[FollowedOptimizer]:
-        """Those of other tables that share their cache with these."""
+        """The followed optimizers of other tables that share the cache."""
         found = (engine.optimizer for engine in list(self._tables.whole.engines))
         return [each for each in found if isinstance(each, FollowedOptimizer) and each is not self]
 
     @property
     def tables(self) -> TableSet:
-        """Those that follow."""
+        """The tables that follow."""
         return self._tables
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted of all of them."""
+        """Whether gradients of all tables are wanted."""
         return all(each.requires_grad for each in self.table_parameters)
 
     def requires_grad_(self, requires_grad: bool = True) -> None:
-        """Whether they are from here on."""
+        """Sets whether gradients are wanted."""
         for each in self.table_parameters:
             each.requires_grad = requires_grad
 
@@ -687,13 +685,13 @@ class FollowedOptimizer:
                         yield table, g, at
 
     def has_state(self, table: int) -> bool:
-        """Whether the optimizer would keep a state of a table's weight by now."""
+        """Whether the torch optimizer would have a state of a table's weight by now."""
         assert self.optimizer is not None
         return bool(steps_of(self._tables, table)) or kind_of(type(self.optimizer)).at_once
 
     def torch_state(self, table: int) -> dict[str, Any]:
-        """What the optimizer would keep of a table's weight, in torch's form: tensors are float32 on the CPU. Raises
-        `StorageFullError` where memory cannot hold them."""
+        """The optimizer's state of a table's weight in torch's form, with float32 tensors on the CPU. Raises
+        `StorageFullError` if memory cannot hold them."""
         assert self.optimizer is not None
         assert self.config is not None
         kind, steps = kind_of(type(self.optimizer)), steps_of(self._tables, table)
@@ -701,7 +699,7 @@ class FollowedOptimizer:
         return {**counted, **state_tensors(self._tables, self.config, table)}
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer's `state_dict()` says of them becomes the tables' state, in torch's form."""
+        """Puts the tables' state, in torch's form, in the optimizer's `state_dict()`."""
         assert self.optimizer is not None
         state = dict(state_dict["state"])
         for table, g, at in self.numbered(self.optimizer.param_groups):
@@ -716,13 +714,13 @@ class FollowedOptimizer:
         return {**state_dict, "state": state}
 
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes the tables' entries out of a state dict that the optimizer is about to load, checked."""
+        """Removes the tables' entries, checked, from a state dict that the optimizer will load."""
         self._loading = None
         assert self.optimizer is not None
         assert self.config is not None
         groups, saved = self.optimizer.param_groups, groups_of(state_dict)
         if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
-            return None  # torch refuses it
+            return None  # torch will raise
         state, loading, entries, begins = dict(state_of(state_dict)), {}, [], list[str]()
         for table, g, at in self.numbered(groups):
             self.check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
@@ -734,7 +732,7 @@ class FollowedOptimizer:
                     begins.append(name)
         if self.in_state_dict:
             check_is_here(state_dict, entries)
-        check_together(self.config, loading)
+        check_equal_steps(self.config, loading)
         check_lagging(self._tables, loading)
         if begins:
             warnings.warn(
@@ -752,23 +750,23 @@ class FollowedOptimizer:
         if loading:
             self._tables.set_states(loading, lambda: None)
         if any(steps_of(self._tables, table) for table in range(len(self.table_parameters))):
-            self._note_state()  # in the state that is new
+            self._note_state()  # in the new state
         else:
             self._entries = None
 
     def options(self) -> dict[str, Any]:
-        """lr, eps, … as they are now, which a checkpoint notes. Waits for the GPU where lr lies there."""
+        """The present lr, eps, …, for a checkpoint. Waits for the GPU if lr is there."""
         options, rate = asdict(self.now()), self._rate_there
         return options if rate is None else {**options, "lr": rate.item()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Nothing of them is taken over: the param group is the torch optimizer's to save and load."""
+        """Accepts any, as the torch optimizer saves and loads its param group itself."""
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Does nothing, see `check_options`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy follows nobody: the torch optimizer is another's."""
+        """A copy follows no optimizer: the torch optimizer is not copied."""
         return {"_tables": self._tables, "config": self.config, "table_parameters": Beside(self.table_parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -777,7 +775,7 @@ class FollowedOptimizer:
 
 
 class Beside(list[Any]):
-    """The parameters of tables, as these are copied or pickled: as long as it lives, they are copied beside them."""
+    """The parameters of tables that are being copied or pickled: while this lives, they are copied with the tables."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters)
@@ -793,7 +791,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _are_at(groups: list[dict[str, Any]], index: int, positions: Sequence[int], those: Sequence[torch.Tensor]) -> bool:
-    """Whether those are the params at these positions of a group. In compiled code, as a step asks of many tables."""
+    """Whether these are the params at these positions of a group. Fast, as a step checks many tables."""
     try:
         return len(positions) == len(those) and all(
             map(is_, map(groups[index]["params"].__getitem__, positions), those)
@@ -803,13 +801,13 @@ def _are_at(groups: list[dict[str, Any]], index: int, positions: Sequence[int], 
 
 
 def _entry_of(optimizer: torch.optim.Optimizer, param: torch.Tensor, whose: str) -> Mapping[str, Any]:
-    """What an optimizer has kept of a param; nothing of one without content, of which it knows no number. Raises
+    """An optimizer's state of a param; empty for a param without content, of which it has no number. Raises
     `InvalidInputError`."""
     return {} if param.is_meta else checked_entry(optimizer.state.get(param, {}), whose)
 
 
 def _emptied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of an optimizer that looks for its names when it is copied or loaded, without content."""
+    """An entry without content, for an optimizer that expects its names when it is copied or loaded."""
     return {
         name: each.new_zeros(()).expand(each.shape) if isinstance(each, torch.Tensor) and each.dim() else each
         for name, each in entry.items()

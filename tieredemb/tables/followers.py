@@ -1,7 +1,7 @@
-"""The tables that follow one torch optimizer: it tells of its steps once, for all of them.
+"""The tables that follow one torch optimizer, with one set of hooks around its steps for all of them.
 
-A model may have many tables, each with a module of its own. What its optimizer does reaches them through one set of
-hooks, which know the tables weakly, and what a param group means is read once for all tables in it.
+A model may have many tables, each with a module of its own. The hooks reference the tables weakly. The meaning of a
+param group is read once for all tables in it.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from tieredemb.tables.torch_kinds import as_numbers, config_of, is_known
 
 
 class Follower(Protocol):
-    """One set of tables, as the steps of its optimizer see it."""
+    """One set of tables, for the hooks of its optimizer."""
 
     def check_options_now(self) -> None:
-        """Raises `ConfigError` where the param group means what the tables' rows cannot be trained by."""
+        """Raises `ConfigError` if the tables' rows cannot be trained by the param group."""
 
     @staticmethod
     def check_steps(those: Sequence[Any]) -> Sequence[Any]:
-        """Those, of this kind, of whose tables a step of the optimizer is one, too. Raises what it would raise beside
-        that, before anything changes."""
+        """Returns those, of this kind, whose tables take part in a step of the optimizer. Raises the step's errors,
+        before anything changes."""
 
-    cache_key: Hashable  # equal of tables that share a cache, or are looked up together: their steps are one
+    cache_key: Hashable  # equal for tables that share a cache, or are looked up as one: they take one step
 
     def step(self, others: Sequence[Any]) -> None:
-        """Takes a step, and those of `others`, which are due with it."""
+        """Takes a step, at once with `others`."""
 
     in_state_dict: bool  # whether state dicts of the optimizer hold the tables' state
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's `state_dict()`, with the tables' state."""
+        """Adds the tables' state to the optimizer's `state_dict()`."""
 
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes the tables' state out of a state dict that the optimizer is about to load."""
+        """Removes the tables' state from a state dict that the optimizer will load."""
 
     def set_states(self) -> None:
-        """The optimizer has loaded the rest."""
+        """Called when the optimizer has loaded the rest: sets the tables' state."""
 
 
 class Meaning:
-    """What a param group means: a `config`, and its `items` by name."""
+    """The meaning of a param group: a `config`, and its `items` by name."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -61,16 +61,16 @@ class Meaning:
 
 
 class _Group:
-    """What one param group means, as it is now; the same object as long as that is the same."""
+    """The present meaning of one param group; the same object while it is unchanged."""
 
     def __init__(self) -> None:
         self._meaning: Meaning | None = None
-        self._options: dict[str, Any] | None = None  # that it is the meaning of
-        self._plain: dict[str, Any] | None = None  # the group as it was, if nothing in it may change in place
-        self._values: list[Any] = []  # of it, params among them
+        self._options: dict[str, Any] | None = None  # the options of that meaning
+        self._plain: dict[str, Any] | None = None  # the group then, if nothing in it can change in place
+        self._values: list[Any] = []  # its values, including params
 
     def meaning(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any], *, waits: bool) -> Meaning:
-        if self._meaning is not None and self._plain is not None:  # in a step each of many tables asks
+        if self._meaning is not None and self._plain is not None:  # fast, as each of many tables does this in a step
             if len(group) == len(self._values) and all(map(is_, group.values(), self._values)):
                 return self._meaning
             if is_same(group, self._plain):
@@ -85,20 +85,20 @@ class _Group:
 
 
 class _Keywords(dict[str, Any]):
-    """What a step is called with: it lives as long as the step, which an exception may end."""
+    """The keywords of a step's call: it lives as long as the step, even if an exception ends that."""
 
 
 class Followers:
-    """Those of one optimizer, in the order in which they came to follow it. See `followers_of`."""
+    """The followers of one optimizer, in the order in which they began. See `followers_of`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._kind, self._optimizer = type(optimizer), weakref.ref(optimizer)
         self._those: list[weakref.ref[Any]] = []
-        self._due: list[weakref.ref[Any]] = []  # with the step that has begun
+        self._due: list[weakref.ref[Any]] = []  # followers that take part in the step that has begun
         self._groups: dict[tuple[int, bool], _Group] = {}
-        self._checked: SeenGroups | None = None  # the param groups as they were when all of those took them for good
-        # of a step that has begun a reference that is empty once it has ended, and its thread. Its own code records no
-        # gradients, as hooks and closures of a step do, and what follows an exception
+        self._checked: SeenGroups | None = None  # the param groups when all followers last accepted them
+        # of a step that has begun: a reference that is empty once it has ended, and its thread. Unlike hooks and
+        # closures of a step, and code after an exception, its own code records no gradients
         self.begun: tuple[weakref.ref[_Keywords], int] | None = None
         mine = weakref.ref(self)
 
@@ -114,7 +114,7 @@ class Followers:
                 me._after()
 
         def saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            for each in reversed(_listed(mine)):  # who takes a part of a state dict first has put it in last
+            for each in reversed(_listed(mine)):  # removed in the reverse order of adding
                 state_dict = each.add_states(state_dict)
             return state_dict
 
@@ -134,37 +134,39 @@ class Followers:
             optimizer.register_load_state_dict_pre_hook(loading),
             optimizer.register_load_state_dict_post_hook(loaded),
         ]
-        steps = self._handles[1].hooks_dict_ref()  # a user's hook may call zero_grad(): nothing is left to do in torch
+        steps = self._handles[
+            1
+        ].hooks_dict_ref()  # a user's hook may call zero_grad(): in torch the step then does nothing
         if steps is not None:
             steps.move_to_end(self._handles[1].id, last=False)
 
     def come_last(self) -> None:
-        """Its hook is the last of those that come before a step: what others do to gradients is done by then."""
+        """Moves its hook behind all others before a step, which may change gradients."""
         before = self._handles[0].hooks_dict_ref()
         if before is not None and next(reversed(before), None) != self._handles[0].id:
             before.move_to_end(self._handles[0].id)
 
     def add(self, follower: Follower) -> None:
-        """It follows the optimizer, too, which keeps nobody alive. A second call does nothing."""
+        """Adds a follower, by a weak reference. A second call does nothing."""
         those, self._checked = self.listed(), None
         if not any(each is follower for each in those):
             self._those = [weakref.ref(each) for each in (*those, follower)]
 
     def remove(self, follower: Follower) -> None:
-        """It does no longer."""
+        """Removes a follower."""
         self._those = [weakref.ref(each) for each in self.listed() if each is not follower]
 
     def listed(self) -> list[Follower]:
-        """All of them."""
+        """All living followers."""
         return [found for each in self._those if (found := each()) is not None]
 
-    def ask_again(self) -> None:
-        """Before the next step all are asked whether they take the param groups for good."""
+    def recheck(self) -> None:
+        """Has all followers check the param groups before the next step."""
         self._checked = None
 
     def meaning(self, index: int, group: Mapping[str, Any], *, waits: bool) -> Meaning:
-        """What the param `group`, number `index`, means now; for a learning rate that is a tensor on a GPU only if it
-        `waits` for that."""
+        """The present meaning of the param `group`, number `index`; including a learning rate that is a tensor on a GPU
+        only if it `waits` for that."""
         known = self._groups.get((index, waits))
         if known is None:
             known = self._groups[index, waits] = _Group()
@@ -172,8 +174,8 @@ class Followers:
 
     @contextlib.contextmanager
     def states_left_out(self) -> Iterator[None]:
-        """Inside, state dicts of the optimizer are of its other params alone, and loading one leaves the tables' state
-        as it is."""
+        """Inside, state dicts of the optimizer have only its other params, and loading one does not change the tables'
+        state."""
         before = [(each, each.in_state_dict) for each in self.listed()]
         try:
             for each, _ in before:
@@ -186,8 +188,8 @@ class Followers:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the optimizer's step; returns what that is to be called with. The step of a closure begins when that
-        has run."""
+        """Hook before the optimizer's step; returns new arguments for it. With a closure, the step begins when that has
+        run."""
         self.begun, self._due, keywords = None, [], _Keywords(kwargs)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         begun = weakref.ref(keywords), threading.get_ident()
@@ -211,8 +213,7 @@ class Followers:
         return (args[0], run, *args[2:]), keywords
 
     def _check_options(self) -> None:
-        """Raises `ConfigError` where a param group means what rows cannot be trained by. Of groups that are as they
-        were nobody is asked again."""
+        """Raises `ConfigError` if rows cannot be trained by a param group. Unchanged groups are not checked again."""
         if self._checked is not None and self._checked.are_there():
             return
         self._checked, optimizer = None, self._optimizer()
@@ -222,17 +223,17 @@ class Followers:
             self._checked = SeenGroups(optimizer)
 
     def _check_steps(self) -> None:
-        """Raises what a step would raise, and finds out whose it is."""
+        """Raises the step's errors, and finds the followers that take part."""
         of_kind: dict[type[Follower], list[Follower]] = {}
         for each in self.listed():
             of_kind.setdefault(type(each), []).append(each)
         due: list[Follower] = []
-        for kind, its in of_kind.items():  # warnings name who has called step(), by their distance from there
-            due += kind.check_steps(its)
+        for kind, followers in of_kind.items():  # warnings count frames up to the caller of step()
+            due += kind.check_steps(followers)
         self._due = [weakref.ref(each) for each in due]
 
     def _after(self) -> None:
-        """After the optimizer's step: tables that are looked up together take theirs as one."""
+        """Hook after the optimizer's step: tables that are looked up as one take one step."""
         self.begun, found, self._due = None, self._due, []
         due: dict[Hashable, list[Follower]] = {}
         for each in filter(None, [each() for each in found]):
@@ -245,7 +246,7 @@ _FOLLOWERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Followers] = weakre
 
 
 def followers_of(optimizer: torch.optim.Optimizer) -> Followers:
-    """Those of an optimizer, which live as long as it."""
+    """The followers of an optimizer, which live as long as it."""
     found = _FOLLOWERS.get(optimizer)
     if found is None:
         found = _FOLLOWERS[optimizer] = Followers(optimizer)
@@ -254,7 +255,7 @@ def followers_of(optimizer: torch.optim.Optimizer) -> Followers:
 
 @untraced
 def _come_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before the hooks of any optimizer's step."""
+    """Runs before the hooks of any optimizer's step."""
     found = _FOLLOWERS.get(optimizer)
     if found is not None:
         found.come_last()
@@ -263,12 +264,12 @@ def _come_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 register_optimizer_step_pre_hook(_come_last)
 
 
-_FOUND: list[weakref.ref[torch.optim.Optimizer]] = []  # the last one that was looked for, which many tables may share
+_FOUND: list[weakref.ref[torch.optim.Optimizer]] = []  # the last one found, which many tables may share
 
 
 def optimizer_with(param: torch.Tensor) -> torch.optim.Optimizer | None:
-    """The one torch optimizer that has `param` among its params, of all that are alive; None where there is none, or
-    several. Looks at all objects, unless the one found last has it."""
+    """The living torch optimizer that has `param` among its params; None if there is none, or several. Searches all
+    objects, unless the last one found has it."""
     for known in (each() for each in _FOUND):
         if known is not None and _has(known, param):
             return known
@@ -290,7 +291,7 @@ def _all_kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _has(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
-    groups: Sequence[dict[str, Any]] = optimizer.__dict__.get("param_groups", ())  # one that is being built has none
+    groups: Sequence[dict[str, Any]] = optimizer.__dict__.get("param_groups", ())  # none while it is built
     return any(one is param for group in groups for one in group["params"])
 
 

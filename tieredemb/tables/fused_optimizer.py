@@ -1,4 +1,4 @@
-"""The fused optimizer as a `torch.optim.Optimizer`: it holds the learning rate, backward has applied the step."""
+"""The fused optimizer as a `torch.optim.Optimizer`: it holds the learning rate; the backward applies the step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tieredemb.tables.given_states import only_group
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.param_groups import is_plain, options_in
 from tieredemb.tables.row_state import (
+    check_equal_steps,
     check_is_here,
     check_lagging,
-    check_together,
     lagging_rows,
     loaded_state,
     state_tensors,
@@ -33,7 +33,7 @@ from tieredemb.tables.row_state import (
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers
 
-_CAME_LATER = frozenset({"weight_decay_on_use"})  # checkpoints from before lack them, and leave them as they are
+_ADDED_LATER = frozenset({"weight_decay_on_use"})  # older checkpoints lack these, and do not change them
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -51,12 +51,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     is_there, stepping = True, None  # see `RowOptimizer`
-    _good: Mapping[str, Any] = MappingProxyType({})  # its own options when they were last checked,
-    _seen: Sequence[object] = ()  # and what the param group held for them
+    _good: Mapping[str, Any] = MappingProxyType({})  # its own options at their last check,
+    _seen: Sequence[object] = ()  # and their values in the param group
     steps_fingerprint = 0  # see `RowOptimizer`
 
     def look_for(self) -> bool:
-        """See `RowOptimizer`: none is to be followed."""
+        """See `RowOptimizer`: there is none to follow."""
         return False
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
@@ -72,7 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def config(self) -> OptimizerConfig:
-        """What the rows are laid out for."""
+        """The optimizer that the rows are laid out for."""
         return self._config
 
     @property
@@ -106,13 +106,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._scaler is not None and self._scaler.is_enabled()
 
     def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
-        """The numbers of the next step of tables that have taken so many `steps`, or None where a scaler is attached
-        and `grads` are not finite."""
+        """The hyperparameters of the next step of tables that have taken `steps`, or None if a scaler is attached and
+        `grads` are not finite."""
         scale = 1.0
         if self._scaler is not None and self._scaler.is_enabled():
             scale = 1.0 / self._scaler.get_scale()
             self.found_inf = not all(bool(torch.isfinite(grad).all()) for grad in grads)
-            for param in self.param_groups[0]["params"]:  # what scaler.step() looks for infinities in
+            for param in self.param_groups[0]["params"]:  # where scaler.step() looks for infinities
                 param.grad = torch.full_like(param, float("inf") if self.found_inf else 0.0)
             if self.found_inf:
                 return None
@@ -131,11 +131,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found, scaler._get_scale_async()
 
     def spoilt(self) -> torch.Tensor | None:
-        """Its gradients are applied in backward: nobody multiplies them in between."""
+        """None: its gradients are applied in backward, so no code can multiply them before."""
         return None
 
     def alike(self) -> Hashable:
-        """See `RowOptimizer.alike`. A scaler is told of infinities by each of its optimizers."""
+        """See `RowOptimizer.alike`. Each optimizer reports infinities to its own scaler."""
         values = [*options_in(self.param_groups[0]).values()]
         if self._scaler is not None or not all(isinstance(value, Hashable) for value in values):
             return id(self)
@@ -157,17 +157,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {f"{name} of the {kind} that updates the rows": value for name, value in own.items()} | self._scaled()
 
     def _scaled(self, *, waits: bool = True) -> dict[str, object]:
-        """What an attached scaler does, as long as it is enabled. `waits`: for the GPU that has the scale."""
+        """The scale of an attached, enabled scaler, by name. `waits`: for the GPU that has it."""
         if self._scaler is None or not self._scaler.is_enabled():
             return {"the scale of the attached GradScaler": "none"}
         return {"the scale of the attached GradScaler": self._scaler.get_scale() if waits else "some"}
 
     def _own(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a param group an update goes by, without what schedulers and users keep beside."""
+        """The options of a param group that an update reads, without those of schedulers and users."""
         return {each.name: options[each.name] for each in fields(self._config) if each.name in options}
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
-        """The param group as the GPU of `group` knows it, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
+        """The param group on the GPU of `group`, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
         self.upload()
         return self.on_device.numbers
 
@@ -187,7 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if getattr(self, "_tables", None) is not None:
             raise ConfigError("a fused optimizer has one param group, its module's tables; make another module instead")
         add = torch.optim.Optimizer.add_param_group
-        if not torch.compiler.is_compiling():  # torch's own keeps its compiler out, whose import takes seconds
+        if not torch.compiler.is_compiling():  # torch's own method imports its compiler, which takes seconds
             add = getattr(add, "__wrapped__", add)
         add(self, param_group)
 
@@ -215,12 +215,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         loaded: dict[int, LoadedState] = {}
         for table, entry in enumerate(entries):
             loaded[table] = loaded_state(self._tables, self._config, table, entry)
-        check_together(self._config, loaded)
+        check_equal_steps(self._config, loaded)
         check_lagging(self._tables, loaded)
         self._tables.set_states(loaded, lambda: self.set_options(options))
 
     def loadable_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What is to be taken over of a param group in a state dict, copied; what it lacks stays as it is. Raises
+        """A copy of what is to be loaded from a param group in a state dict; what is missing stays unchanged. Raises
         `ConfigError` for values that are not allowed. Changes nothing."""
         known = {*self.options(), "initial_lr"}
         given = {name: value for name, value in options_in(group).items() if name in known}
@@ -237,10 +237,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises `ConfigError` unless `options` holds what this optimizer works with, in values that its config
-        takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
-        they use is not ours to know. Changes nothing."""
+        takes. Options of schedulers and users may be there, too, as a number if it is one here: their names are
+        unknown. Changes nothing."""
         kind = type(self._config).__name__
-        needed = [each.name for each in fields(self._config) if each.name not in _CAME_LATER]
+        needed = [each.name for each in fields(self._config) if each.name not in _ADDED_LATER]
         if missing := [name for name in needed if name not in options]:
             raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(needed)}")
         own = self._own(options)
@@ -260,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._checked_options()
 
     def _checked_options(self) -> Mapping[str, Any]:
-        """What an update goes by, as it is now, checked. What it was last time is not checked again, at each step."""
+        """The present options of an update, checked; unchanged ones are not checked again at each step."""
         group = self.param_groups[0]
         if self._good and all(map(is_, map(group.get, self._good), self._seen)):
             return self._good
@@ -272,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return own
 
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
+        """Loads the options of this optimizer, and those of schedulers."""
         known = {*self.options(), "initial_lr"}
         for name, value in options.items():
             if name in known:

@@ -12,7 +12,7 @@ from tieredemb.config import InitFunction, TableConfig, TablePart
 from tieredemb.errors import ConfigError
 from tieredemb.kernels.inference import no_inference
 
-CHUNK = 1 << 16  # rows that the function fills at once: what it gives depends on it
+CHUNK = 1 << 16  # rows that the function fills at once; the values that it draws depend on this
 
 
 def rows_of_part(
@@ -34,9 +34,9 @@ def initial_rows(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """All rows of a table, number `number` of its set, in chunks of `CHUNK`: the first row of each, and float32 (K, D).
 
-    `function` fills the rows that it is given, float32 (K, D) on the CPU, zeros before, or returns as many others. It
-    draws from the generator that it is given, whose seed follows from `seed`, the number of the table and that of the
-    chunk, so that its rows are the same each time. What depends on the shape, as `nn.init.xavier_uniform_` does, sees
+    `function` fills the rows that it is given, float32 (K, D) zeros on the CPU, or returns as many new ones. It draws
+    from the generator that it is given, whose seed is made of `seed`, the number of the table and that of the chunk, so
+    that the rows are the same each time. What depends on the shape, as `nn.init.xavier_uniform_` does, sees
     that of a chunk. The row of `padding_idx` starts as zeros. Raises `ConfigError` for a result of another shape.
 
     >>> from torch import nn
@@ -53,10 +53,10 @@ def initial_rows(
             rows = torch.zeros((count, table.embedding_dim), dtype=torch.float32, device="cpu")
             given = function(rows, torch.Generator("cpu").manual_seed(drawn))
         if given is not None and (not isinstance(given, torch.Tensor) or given.shape != rows.shape):
-            told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            description = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
             raise ConfigError(
-                f"init of table {table.name!r} returned {told} for rows of shape {tuple(rows.shape)}; fill the rows in "
-                f"place, as nn.init does, or return as many"
+                f"init of table {table.name!r} returned {description} for rows of shape {tuple(rows.shape)}; fill the "
+                f"rows in place, as nn.init does, or return as many"
             )
         if given is not None and given is not rows:
             rows.copy_(given.detach())

@@ -37,7 +37,7 @@ def dense_numbers(name: str, value: object, shape: tuple[int, ...] | None = None
 
 
 def _unreadable(value: torch.Tensor) -> str | None:
-    """Why a tensor cannot be read as rows of real numbers: what it is, and what to pass instead; None where it can."""
+    """Why a tensor cannot be read as rows of real numbers, with what to pass instead; None if it can."""
     with torch._C.DisableTorchFunctionSubclass():
         if value.is_nested:
             return "a nested tensor; pass to_padded_tensor(…) of it"

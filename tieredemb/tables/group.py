@@ -1,4 +1,4 @@
-"""One width of a module's tables: their key space, their cache, and what their rows mean."""
+"""One width of a module's tables: their key space, their cache, and the meaning of their rows."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ FETCHED_ROWS = 1 << 16  # planned as one when a cache is filled
 
 
 class Group(abc.ABC):
-    """The tables of one width: their key space and cache. `is_dense`: whether their optimizer moves every row in every
-    step · `kept`: what a dense optimizer keeps of its steps, as the
-    host knows it; None of others, and of tables that take steps of their own together · `client`: its number among
-    several who plan by one cache · `clients`: those of several who plan as one."""
+    """The tables of one width: their key space and cache. `is_dense`: whether their optimizer changes every row in
+    every step · `kept`: a dense optimizer's history, as the host knows it; None for others, and for several tables with
+    separate steps · `client`: its number, if several clients share a cache · `clients`: the numbers of several clients
+    that plan as one."""
 
     cache: Cache
 
@@ -56,13 +56,13 @@ class Group(abc.ABC):
         name: str,
         rows: RowOpener | ColdRows,
     ) -> None:
-        """`rows`: what opens them, or those of a group whose place this one takes."""
+        """`rows`: opens them, or the rows of a group that this one replaces."""
         self.config = config
         self.space = space
         self.capacity = capacity
         self.name = name
-        self.own = slice(len(space))  # its tables among those of the cold storage
-        self.stepping: Sequence[int] = range(len(space))  # those that take its steps
+        self.own = slice(len(space))  # the numbers of its tables in the cold storage
+        self.stepping: Sequence[int] = range(len(space))  # the tables that take its steps
         self.client: int | None = None
         self.clients: tuple[int, ...] = ()
         tables = [config.tables[t] for t in space.tables]
@@ -80,16 +80,16 @@ class Group(abc.ABC):
         try:
             _check_steps(cold, len(tables))
             if cold.history is None:
-                cold.history = new_histories(config.optimizer, len(tables) if config.apart else 1)
+                cold.history = new_histories(config.optimizer, len(tables) if config.separate else 1)
                 if cold.history is not None and (cold.saved_history is not None or any(cold.metadata.steps)):
                     cold.history.take(parsed_histories(cold))
-                    counted = [each.steps for each in cold.history.of]  # those of a file that was recovered
-                    cold.metadata.steps = counted if config.apart else counted * len(tables)
+                    counted = [each.steps for each in cold.history.of]  # of a recovered file
+                    cold.metadata.steps = counted if config.separate else counted * len(tables)
             self.is_dense = cold.history is not None
             parts = [config.part(int(t)) for t in space.tables]
             self.draws = draws_of(space, parts, config.seed) if config.rounding == "stochastic" else None
             self.kept: History | None = None
-            if cold.history is not None and not config.apart:
+            if cold.history is not None and not config.separate:
                 self.kept = cold.history.of[0]
             self._make_cache(cold)
             self._connect()
@@ -98,12 +98,12 @@ class Group(abc.ABC):
                 self.adopt()
         except BaseException:
             if opened:
-                cold.close()  # as it was: no row has changed, and what it holds may not have been read
+                cold.close()  # unchanged, as its content may not have been read
             raise
 
     def _opened(self, rows: RowOpener, layout: RowLayout) -> ColdRows:
         if isinstance(rows, UnifiedMemory) and len(self.resident) == len(self.space):
-            rows = replace(rows, pretouch=False)  # rows that are all resident reach it at a flush alone
+            rows = replace(rows, pretouch=False)  # resident rows are written only by a flush
         return rows.open(layout, name=self.name, identity=self.identity)
 
     @abc.abstractmethod
@@ -111,10 +111,10 @@ class Group(abc.ABC):
         """Makes the cache over `cold`."""
 
     def _connect(self) -> None:  # noqa: B027 - a host needs nothing
-        """Makes what lookups and updates need beside the cache."""
+        """Builds what lookups and updates need beside the cache."""
 
     def of_table(self, position: int, config: TableSetConfig) -> Group:
-        """The group of one of its tables alone, which take steps of their own: over the same rows and cache. `config`:
+        """The group of a single one of its tables, which take separate steps, over the same rows and cache. `config`:
         of that table."""
         return self._beside(
             config=config,
@@ -128,7 +128,7 @@ class Group(abc.ABC):
         )
 
     def of_tables(self, positions: Sequence[int], config: TableSetConfig) -> Group:
-        """The group of some of its tables, which take steps of their own, to be looked up as one. `config`: of those
+        """The group of some of its tables, which take separate steps, to be looked up as one. `config`: of those
         tables."""
         return self._beside(
             config=config,
@@ -149,11 +149,11 @@ class Group(abc.ABC):
         return beside
 
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
-        """Makes what lookups and updates of one table need beside the cache of the `whole`."""
+        """Builds what lookups and updates of one table need beside the cache of the `whole`."""
 
     @property
     def is_read_in_place(self) -> bool:
-        """Whether a lookup without gradient reads rows where they lie, and needs none in a slot."""
+        """Whether a lookup without gradient reads rows in place, and needs none in a slot."""
         return False
 
     def stats(self) -> CacheStats:
@@ -162,11 +162,11 @@ class Group(abc.ABC):
 
     @property
     def counted(self) -> CacheStats:
-        """The same, whatever has become of the cache."""
+        """The same, even of a closed cache."""
         return self.cache.counted(self.client)
 
     def initial(self, optimizer: OptimizerConfig | None) -> InitialRows:
-        """What generates the rows of its tables, with the state that `optimizer` starts with."""
+        """Generates the initial rows of its tables, with the initial state of `optimizer`."""
         space, config = self.space, self.config
         tables = [(config.tables[t], config.part(int(t))) for t in space.tables]
         return InitialRows(
@@ -188,11 +188,11 @@ class Group(abc.ABC):
         )
 
     def _client_keys(self) -> list[int]:
-        """The first key of each table, and that after the last, where each is looked up by itself."""
-        return [int(key) for key in self.space.start] if self.config.apart else []
+        """The first key of each table, and the key after the last, if tables are looked up separately."""
+        return [int(key) for key in self.space.start] if self.config.separate else []
 
     def _parts(self) -> frozenset[Part]:
-        """What may be suspect of the rows, table by table: their weights, and their state where they have any."""
+        """The parts of rows in intent logs: for each table the weights, and the state if there is any."""
         kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
         return frozenset((int(table), kind) for table in self.space.tables for kind in kinds)
 
@@ -218,36 +218,36 @@ class Group(abc.ABC):
 
     @property
     def history(self) -> History | None:
-        """What a dense optimizer keeps of its steps, as it is now; None of others. Synchronises with a GPU."""
+        """The present history of a dense optimizer; None for others. Synchronises with a GPU."""
         return self.kept
 
     @property
     def history_bytes(self) -> int:
-        """Bytes of what a dense optimizer keeps of its steps, those of all tables that share the cache."""
+        """Bytes of a dense optimizer's history, for all tables that share the cache."""
         histories: Histories | None = self.cache.cold.history
         return 0 if histories is None else histories.size_bytes()
 
     @property
     def steps_replayed(self) -> int:
-        """Steps that rows of a dense optimizer were made to take one by one. Synchronises with a GPU."""
+        """Steps of a dense optimizer that rows have replayed one by one. Synchronises with a GPU."""
         return 0 if self.kept is None else self.kept.replayed
 
     def check_steps(self) -> None:  # noqa: B027 - a host takes every step
-        """Raises `BackwardError` where a GPU has refused steps. Synchronises with it."""
+        """Raises `BackwardError` if a GPU has refused steps. Synchronises with it."""
 
     def restart_counts(self) -> None:
-        """Replayed steps are counted from here on, by whoever has the cold rows next."""
+        """Resets the counter of replayed steps, for the next owner of the cold rows."""
         if self.kept is not None:
             self.kept.replayed = 0
 
     def restart_history(self) -> None:
-        """Every row of a dense optimizer stands at the steps that were taken. Synchronises with a GPU."""
+        """Restarts the history when every row of a dense optimizer is at the current step. Synchronises with a GPU."""
         if self.kept is not None:
             self.kept.restart(self.steps[0])
 
     def rounding(self, keys: Array, *, ahead: int = 0, steps: Sequence[int] | None = None) -> Any:
-        """How a CPU's kernels round weights into rows of these `keys`, int64 (C,), when tables have taken so many
-        steps more than `steps`, by default those that they have taken (rounding_cpu.py)."""
+        """How a CPU's kernels round weights of the rows `keys`, int64 (C,), `ahead` steps after `steps`, by default
+        after those that tables have taken (rounding_cpu.py)."""
         from tieredemb.kernels.rounding_cpu import NEAREST
 
         if self.draws is None:
@@ -256,24 +256,24 @@ class Group(abc.ABC):
         return self.draws.on_host(keys, np.array(taken, np.int64) + ahead)
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
-        """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
+        """As `Cache.export_rows`, with rows of a dense optimizer at the current step."""
         history = self.history
         if history is not None:
             self._keep_replayed(start, stop, history)
         self._export(self.cache.export_rows, start, stop, weight, state)
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:  # noqa: B027
-        """Before rows of a dense optimizer are read: those that would be made to take steps one by one stay at the last
-        of these, so that nobody takes them again."""
+        """Called before rows of a dense optimizer are read: rows that would replay many steps one by one catch up in
+        place, so that no later read replays those steps again."""
 
     def kept_until(self, history: History) -> int | None:
-        """The step that rows stay at when they are read; None where they stay as they are: rows that are not float32
-        are rounded each time that they are brought forward."""
+        """The step that rows catch up to, in place, when they are read; None if they stay unchanged: rows that are not
+        float32 are rounded each time that they catch up."""
         until = history.replayed_until
         return until if until > history.base and self.cache.cold.layout.format.is_float32 else None
 
     def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
-        """The same for who is amid a call of the cache, and holds its locks."""
+        """The same within a call of the cache, which holds its locks."""
         self._export(self.cache.copy_rows, start, stop, weight, state)
 
     def _export(
@@ -285,9 +285,9 @@ class Group(abc.ABC):
             return
         with self.cache.whole():
             if not state.shape[1]:
-                export(start, start, weight[:0], state[:0])  # whose checks are those of the call
+                export(start, start, weight[:0], state[:0])  # for its checks
                 steps = np.maximum(self.cache.copy_weights(start, stop, weight), history.base)
-                if (steps >= history.steps).all():  # as after a step that has reached all of them
+                if (steps >= history.steps).all():  # as after a step over all rows
                     return
             rows = self._rows_for(start, stop)
             export(start, stop, rows.weight, rows.state)
@@ -296,10 +296,10 @@ class Group(abc.ABC):
 
     def import_weights(self, start: int, weight: Array) -> None:
         """Overwrites the weights (carrier (K, D)) of the rows from `start` on, as `Cache.import_rows` does. Rows of a
-        dense optimizer are at the current step then; those that have these weights already stay as they lie, so that
-        what is saved and loaded again goes on with the same bits."""
+        dense optimizer are then at the current step, except those that have these weights already: they stay unchanged,
+        so that training continues with the same bits after a save and load."""
         state, history = None, self.history
-        if history is not None and history.steps:  # before the first one no row lags behind
+        if history is not None and history.steps:  # before the first step no row lags behind
             raw = self._rows_for(start, start + len(weight))
             self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
             now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
@@ -310,8 +310,8 @@ class Group(abc.ABC):
         self.cache.import_rows(start, weight, state)
 
     def import_states(self, start: int, state: Array, step: int) -> None:
-        """Overwrites the optimizer state, uint32 (K, ·) without the step of a dense one, of the rows from `start` on.
-        Those are at the current step then, which is to be called `step`."""
+        """Overwrites the optimizer state, uint32 (K, ·) without the step of a dense one, of the rows from `start` on,
+        which are then at the current step, with the number `step`."""
         weight, history = None, self.history
         if history is not None:
             now = self._rows_for(start, start + len(state))
@@ -322,8 +322,8 @@ class Group(abc.ABC):
         self.cache.import_rows(start, weight, state)
 
     def export_lagging(self, start: int, stop: int, history: History) -> tuple[Array, Array, Array]:
-        """Of the rows start … stop − 1 those that bringing to the current step changes: their positions, int64 (K,),
-        and weights and states as they lie."""
+        """The rows among start … stop − 1 that would change by catching up: their positions, int64 (K,), and weights
+        and states unchanged."""
         raw = self._rows_for(start, stop)
         self.cache.export_rows(start, stop, raw.weight, raw.state)
         now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
@@ -336,8 +336,8 @@ class Group(abc.ABC):
     def import_lagging(
         self, start: int, count: int, rows: Array, weight: Array, state: Array, history: History
     ) -> None:
-        """Rows (positions after `start`, int64 (K,)) lie as they did at an earlier step, where that makes them what
-        they are at the current one: `weight` carrier (K, D), `state` uint32 (K, S)."""
+        """Restores rows (positions after `start`, int64 (K,)) at an earlier step, if catching up makes them what they
+        are now: `weight` carrier (K, D), `state` uint32 (K, S)."""
         held = self._rows_for(start, start + count)
         self.cache.copy_rows(start, start + count, held.weight, held.state)
         now = CopiedRows(weight.copy(), state.copy(), held.dirty)
@@ -347,14 +347,14 @@ class Group(abc.ABC):
         self.cache.import_rows(start, held.weight, held.state)
 
     def take_history(self, history: History) -> None:
-        """Takes over what a saved optimizer of the same kind kept of its steps. Synchronises with a GPU."""
+        """Takes over the history of a saved optimizer of the same kind. Synchronises with a GPU."""
         assert self.kept is not None
         self.kept.take(history)
         self.cache.cold.history.share()
         self._adopt_history()
 
     def _catch_up(self, rows: CopiedRows, history: History, keys: Array) -> None:
-        """Brings copies of the rows of `keys` to the steps that were taken."""
+        """Brings copies of the rows of `keys` to the current step."""
         from tieredemb.lookup.optimizer_cpu import catch_up
 
         catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history, self.rounding(keys)).run()
@@ -366,12 +366,12 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, keys: Any) -> None:
-        """Brings rows into slots that nobody has used, as many of them as there are: `keys`, int64 (K,) on the group's
-        device, distinct. It is no use of the rows."""
+        """Fills unused slots with the rows of `keys`, int64 (K,) on the group's device, distinct, as many as fit. This
+        does not count as a use of the rows."""
 
     @property
-    def _room(self) -> int:
-        """Slots that rows come into and leave."""
+    def _cached_slots(self) -> int:
+        """Slots that are not of resident tables."""
         return self.slots - sum(rows for _, rows in self.resident_ranges)
 
     def adopt(self) -> None:
@@ -387,13 +387,13 @@ class Group(abc.ABC):
         self.steps = metadata.steps[self.own]
         self._adopt_history()
 
-    def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
-        """A history that was replaced with the cold rows counts from now on."""
+    def _adopt_history(self) -> None:  # noqa: B027 - on a host nothing needs to be uploaded
+        """Uses a history that was replaced with the cold rows."""
 
 
 def parsed_histories(cold: ColdRows) -> Histories:
-    """What a storage was closed with. Raises `StorageFormatError`."""
-    steps = None if cold.was_recovered else cold.metadata.steps  # what was recovered may be of different flushes
+    """The histories that a storage was closed with. Raises `StorageFormatError`."""
+    steps = None if cold.was_recovered else cold.metadata.steps  # recovered parts may be of different flushes
     try:
         if cold.saved_history is None:
             raise ValueError("it is missing")
@@ -409,7 +409,7 @@ def parsed_histories(cold: ColdRows) -> Histories:
 
 
 def _check_steps(cold: ColdRows, tables: int) -> None:
-    """Gives new rows steps, one number for each table. Raises `StorageFormatError` for rows that come with others."""
+    """Gives new rows a number of steps for each table. Raises `StorageFormatError` if the rows have others."""
     cold.metadata.steps = cold.metadata.steps or [0] * tables
     if len(cold.metadata.steps) != tables:
         raise StorageFormatError(
@@ -438,7 +438,7 @@ class HostGroup(Group):
 
     @functools.cached_property
     def features(self) -> Array:
-        """What a lookup in place knows of its features; see `KeySpace.packed`."""
+        """Its features as lookups in place take them; see `KeySpace.packed`."""
         return self.space.packed(pooled=self.config.pooled)
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
@@ -451,37 +451,37 @@ class HostGroup(Group):
             return behind
 
         self.cache.change_range(
-            start, stop, lambda rows, places: self.bring_to(until, rows, places, history), is_behind
+            start, stop, lambda rows, places: self.catch_up_to(until, rows, places, history), is_behind
         )
 
     def fetch(self, keys: Array) -> None:
-        for start in range(0, min(len(keys), self._room), FETCHED_ROWS):
-            some = keys[start : min(start + FETCHED_ROWS, self._room)]
+        for start in range(0, min(len(keys), self._cached_slots), FETCHED_ROWS):
+            some = keys[start : min(start + FETCHED_ROWS, self._cached_slots)]
             self.cache.plan(some, NO_USE).release()
 
     @property
     def shared_history(self) -> History | None:
-        """Of tables that plan as one: what a dense optimizer keeps of their steps, where it is the same of all."""
+        """For tables that plan as one: the history of a dense optimizer, if all have the same."""
         histories: Histories | None = self.cache.cold.history
         return None if histories is None else histories.shared_by(self.clients)
 
     @property
     def histories(self) -> Sequence[History]:
-        """What a dense optimizer keeps of the steps of its tables: one where it is the same of all, else that of each
-        of those that plan as one."""
+        """The histories of a dense optimizer's tables: a single one if all tables have the same, else one for each
+        table that is planned together with others."""
         shared = self.shared_history if self.clients else self.kept
         return [self.cache.cold.history.of[table] for table in self.clients] if shared is None else [shared]
 
     def count_replayed(self, counted: Sequence[int]) -> None:
-        """Of tables that plan as one: steps that their rows were made to take one by one."""
+        """For tables that plan as one: counts steps that their rows have replayed one by one."""
         for table, more in zip(self.clients, counted, strict=True):
             self.cache.cold.history.of[table].replayed += more
 
-    def bring_to(
+    def catch_up_to(
         self, until: int, rows: HotArrays, places: Array, history: History, starts: Array | None = None
     ) -> None:
-        """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it. `starts`: where those of
-        each table begin, of several that plan as one."""
+        """Brings rows at `places`, int32 (U,), that are behind to the step `until`. `starts`: where the rows of each
+        table begin, for several that plan as one."""
         from tieredemb.lookup.optimizer_cpu import catch_up
 
         taken = catch_up(rows, places, history, until=until, starts=starts)
@@ -492,7 +492,7 @@ class HostGroup(Group):
             self.count_replayed(taken.replayed_by(starts))
 
     def _connect(self) -> None:
-        """Has the kernels of updates compiled beside those of forwards, which come first."""
+        """Has the kernels of updates compiled while forwards, which are needed first, run."""
         if self.config.optimizer is None:
             return
         from tieredemb.kernels.compile_beside import compile_beside
@@ -502,13 +502,13 @@ class HostGroup(Group):
         history = None if histories is None else histories.of[0]
         rounding = self.rounding(hot.key, ahead=1)
         calls = update_calls(hot, self.space, self.config.optimizer, history, rounding)
-        if history is not None and self.config.apart:
+        if history is not None and self.config.separate:
             calls.append(put_back(hot, np.empty(0, np.int32), self._rows_for(0, 0)).call)
         compile_beside(calls)
 
 
 class DeviceGroup(Group):
-    """A group on a GPU: what it knows of its tables, its kernels and the steps taken live there."""
+    """A group on a GPU: its key space, its kernels and the steps taken are there."""
 
     cache: DeviceCache
     _steps_before: torch.Tensor | None = None  # see `reading_before`
@@ -538,11 +538,11 @@ class DeviceGroup(Group):
             self.first_slots[j] = slot
             slot += rows
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=self.config.device)
-        self._all_steps = steps = self.device_steps  # and not the group, which would keep the cache alive
+        self._all_steps = steps = self.device_steps  # not the group, which would keep the cache alive
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
         self._numbers = KeptNumbers(self.config.device, torch.int32)
         self.pasts: torch.Tensor | None = None
-        if self.config.apart and cold.history is not None:
+        if self.config.separate and cold.history is not None:
             self.pasts = new_pasts(len(self.space), self.config.device)
         self._make_lookup()
 
@@ -567,27 +567,27 @@ class DeviceGroup(Group):
         from tieredemb.lookup.rounding import DeviceDraws
 
         config, row = self.config, self.cache.cold.layout.format
-        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, apart=config.apart)
+        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, separate=config.separate)
         draws = None
         if self.draws is not None:
             draws = DeviceDraws(self.draws, self.space, self.first_slots, self._all_steps)
         self.lookup = DeviceLookup(
-            self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart, draws=draws
+            self.device_space, row, config.optimizer, config.output_dtype, separate=config.separate, draws=draws
         )
         self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
-        # where what a dense optimizer keeps is, or of several tables that plan as one, each table's
+        # addresses of a dense optimizer's history; for several tables that plan as one, of each table's
         self.past = None if self.device_history is None else self.device_history.past
         if self.device_history is not None and self.kept is not None:
             self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
 
     @property
     def tables(self) -> torch.Tensor | None:
-        """The numbers of the tables that plan as one, on the device, int32 (K,); None of all, or of one."""
+        """The numbers of the tables that plan as one, on the device, int32 (K,); None for all, or for one."""
         return self._whole.numbered(self.clients) if self.clients else None
 
     @property
     def device_client(self) -> int | torch.Tensor | None:
-        """The client, or the numbers of those that plan as one."""
+        """The client, or the numbers of several that plan as one."""
         return self.tables if self.clients else self.client
 
     @property
@@ -617,7 +617,7 @@ class DeviceGroup(Group):
 
     def fetch(self, keys: torch.Tensor) -> None:
         with on_device(self.config.device):
-            for some in torch.split(keys[: self._room], FETCHED_ROWS):
+            for some in torch.split(keys[: self._cached_slots], FETCHED_ROWS):
                 homes = torch.full_like(some, -1, dtype=torch.int32)
                 ticket = self.cache.plan(some, homes, NO_USE, client=self.device_client)
                 ticket.kept = (some, homes)
@@ -631,14 +631,14 @@ class DeviceGroup(Group):
         first = int(self.space.start[position])
         if self.first_slots[position] >= 0 or self.cache.ranges is not None:
             found = self.range(position, start - first, stop - first)
-        else:  # to plan rows moves them, so only those that need it are planned
+        else:  # a plan moves rows, so only those that need it are planned
             with self.cache.entered(changes=False):
                 stands = np.maximum(self.cache.last_words(start, stop), history.base)
             behind = np.flatnonzero(stands < until)
             if len(behind) == 0:
                 return
             found = self.rows(position, torch.from_numpy(behind + start - first).to(self.config.device))
-        # rows that the storage has no space for stay as they are
+        # rows without space in storage stay unchanged
         with contextlib.suppress(StorageFullError), found as rows:
             rows.keep_replayed()
 
@@ -662,8 +662,8 @@ class DeviceGroup(Group):
 
     @contextlib.contextmanager
     def range(self, position: int, start: int, stop: int) -> Iterator[DeviceRows]:
-        """Finds the rows `start` … `stop` − 1 of its table at a `position` where they are, and holds the cache; over
-        staged tiers it plans them, and waits for the GPU."""
+        """Finds the rows `start` … `stop` − 1 of its table at a `position` in place, and holds the cache; over staged
+        tiers it plans them, and waits for the GPU."""
         from tieredemb.cache.device.plan import NO_OVERFLOW
 
         with on_device(self.config.device):
@@ -690,8 +690,8 @@ class DeviceGroup(Group):
 
     @contextlib.contextmanager
     def reading_before(self) -> Iterator[None]:
-        """Rows that are read inside are as they are at the steps that were taken before: a step begins inside, and of
-        rows that it has yet to update nothing is known of it."""
+        """Inside, rows are read at the step before: the step that begins inside is not yet in the history, and has not
+        updated all rows."""
         self._steps_before = self.device_steps.clone()
         try:
             yield
@@ -699,7 +699,7 @@ class DeviceGroup(Group):
             self._steps_before = None
 
     def note_step(self) -> None:
-        """A step is about to be launched, of a dense optimizer; see `DeviceHistory.note_step`."""
+        """Called before a step of a dense optimizer is launched; see `DeviceHistory.note_step`."""
         if self.device_history is not None:
             self.device_history.note_step()
 
@@ -713,7 +713,7 @@ class DeviceGroup(Group):
 
     @property
     def device_history_bytes(self) -> int:
-        """The same of its own tables on the device."""
+        """The same for its own tables on the device."""
         return 0 if self.device_history is None else self.device_history.size_bytes()
 
     def restart_history(self) -> None:
@@ -728,18 +728,18 @@ class DeviceGroup(Group):
 def make_group(
     config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, rows: RowOpener | ColdRows
 ) -> Group:
-    """The group of a key space on the device of its tables. `rows`: what opens them, or those of another group."""
+    """The group of a key space on the device of its tables. `rows`: opens them, or the rows of another group."""
     return (DeviceGroup if config.device.type == "cuda" else HostGroup)(config, space, capacity, name, rows)
 
 
 def move_group(group: Group, config: TableSetConfig, capacity: Capacity) -> Group:
-    """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be given
-    up once all groups have moved."""
+    """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be abandoned once
+    all groups have moved."""
     return make_group(config, group.space, capacity, group.name, group.cache.cold)
 
 
 def slot_bytes(layout: RowLayout, device: torch.device) -> int:
-    """Bytes that one slot costs on a device, map included: what a capacity in bytes is divided by."""
+    """Bytes of one slot on a device, including its map: a capacity in bytes is divided by this."""
     if device.type == "cuda":
         from tieredemb.cache.device.hot_rows import device_slot_bytes
 
@@ -748,9 +748,9 @@ def slot_bytes(layout: RowLayout, device: torch.device) -> int:
 
 
 def resident_tables(tables: Sequence[TableConfig], slots: int, device: torch.device) -> list[int]:
-    """Which of the tables of one cache never leave it, by position. Raises `ConfigError` where they do not fit.
+    """Which tables of one cache are resident, by position. Raises `ConfigError` if they do not fit.
 
-    Those asked for; and on a GPU, where a resident table costs no lookup in the map, with `placement="auto"` all where
+    Those requested; and on a GPU, where a resident table costs no lookup in the map, with `placement="auto"` all where
     the capacity holds them all, else small ones: at most a hundredth of the slots each, a tenth in all.
     """
     chosen = {j for j, table in enumerate(tables) if table.placement == "resident"}
@@ -775,11 +775,11 @@ def resident_tables(tables: Sequence[TableConfig], slots: int, device: torch.dev
 
 
 def identity_of(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str, Any]:
-    """What the rows of a key space mean, as JSON: another meaning must not open the same file."""
+    """The meaning of a key space's rows, as JSON: a file opens only with the same meaning."""
     optimizer = None if config.optimizer is None else type(config.optimizer).__name__
     described = [asdict(table) | {"init": repr(table.init), "mode": None} for table in tables]
     for table in described:
-        del table["placement"], table["feature_names"]  # where rows are and who reads them: nothing of what they mean
+        del table["placement"], table["feature_names"]  # not part of the rows' meaning
     identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
     identity["state_start"] = state_start(config.optimizer)
     if config.parts:
@@ -795,5 +795,5 @@ def row_layout(config: TableSetConfig, rows: int, width: int) -> RowLayout:
 
 
 def device_groups(groups: Sequence[Group]) -> list[DeviceGroup]:
-    """The groups of tables on a GPU, as what they are."""
+    """The groups of tables on a GPU, with their type."""
     return [group for group in groups if isinstance(group, DeviceGroup)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PARAMS = frozenset({"params", "param_names"})  # what a group holds beside its options
+PARAMS = frozenset({"params", "param_names"})  # keys of a group that are not options
 
 
 def options_in(group: Mapping[str, Any]) -> dict[str, Any]:

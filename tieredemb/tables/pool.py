@@ -1,10 +1,10 @@
-"""Tables of one width that are looked up one by one, by modules of their own, and share one cold storage and one cache.
+"""Tables of one width with modules of their own, looked up separately, which share one cold storage and one cache.
 
-Capacity goes where the lookups are, whichever table's they are: one cache for all beats one for each. What concerns a
-table is the table's: its lookups, steps, state, counters, copies. What concerns the cache is that of all: its device,
-flushing and closing it, checkpoints.
+The slots go to the rows with most lookups, of any table, so one cache for all has more hits than one for each. Each
+table has its own lookups, steps, state, counters and copies. Moving to a device, flush, close and checkpoints apply to
+all tables.
 
-A width that has one table alone is a pool of one. A model that has one table is that table's, and no pool.
+A width with a single table is a pool of one. A model with a single table has no pool.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Related:
-    """Pools that were made together, as the tables of a model have several widths. `planned`: forwards in any of them
-    that were planned before they come, once there is somebody to plan them · `contexts`: what lookups in several of the
-    tables as one keep · `group_of`: where batches of some tables did not fit those of others, the group that each table
-    is planned in, by its pool and number there, else 0 · `splits`: how many such groups were made · `orders`: of
-    further pools. A copy, which pools that are copied together share, begins anew."""
+    """The pools of a model, whose tables have several widths. `planned`: forwards in any of them that were planned
+    ahead, once an engine exists · `contexts`: of lookups in several tables as one · `group_of`: if batches of some
+    tables did not fit those of others, the plan group of each table, by its pool and number there, else 0 · `splits`:
+    how many such groups were made · `orders`: counts the pools, to number them. Pools that are copied in
+    one go share a new object."""
 
     def __init__(self) -> None:
         self.planned: Any = None
@@ -55,13 +55,13 @@ class Related:
 
 
 class Pool(TableSet):
-    """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has · `related`:
-    what it has in common with others, and `order`: its place among these."""
+    """The tables of `config`, which is `separate`, all of one width. `members`: the tables in use, one module each ·
+    `related`: what it shares with related pools · `order`: its number among them."""
 
     def __init__(
         self, config: TableSetConfig, *, rows: RowOpener | None = None, related: Related | None = None
     ) -> None:
-        assert config.apart
+        assert config.separate
         super().__init__(config, rows=rows)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
@@ -81,18 +81,18 @@ class Pool(TableSet):
     def _renew(self, config: TableSetConfig, capacities: Sequence[Capacity], call: str) -> None:
         super()._renew(config, capacities, call)
         for member in list(self.members):
-            _ = member.placed.now  # several that plan as one find there what the steps of each have left
+            _ = member.placed.now  # several that plan as one read the history of each there
 
     def _history_bytes(self, group: Group) -> int:
         theirs = (member.groups[0] for member in list(self.members))
         return group.history_bytes + sum(each.device_history_bytes for each in theirs if isinstance(each, DeviceGroup))
 
     def check_faults(self) -> None:
-        for member in list(self.members):  # to whom a GPU reports
+        for member in list(self.members):  # a GPU reports to each
             member.check_faults()
 
     def check_moves(self, moved: Sequence[TableSet]) -> None:
-        """Raises `UnsupportedError` where tables are to move that are not all of those that share the cache."""
+        """Raises `UnsupportedError` if not all tables that share the cache are to move."""
         left = [member.name for member in self.members if not any(member is each for each in moved)]
         if left:
             raise UnsupportedError(
@@ -101,9 +101,9 @@ class Pool(TableSet):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has no rows: its members bring theirs."""
+        """A copy has no rows: its members add theirs."""
         config, metadata = self.config, self.groups[0].cache.cold.metadata
-        if isinstance(config.storage, UnifiedMemory):  # of which some may never come
+        if isinstance(config.storage, UnifiedMemory):  # of which some members may never be copied
             config = replace(config, storage=replace(config.storage, pretouch=False))
         return _rebuild_pool, (config, metadata.batch, metadata.policy, self.related)
 
@@ -115,12 +115,12 @@ class Pool(TableSet):
 
 
 class Selection(TableSet):
-    """Some of the tables of related pools, to be planned and looked up as one: the rows of the outputs of those of one
-    pool lie below each other. `of_pools`: the pools, and the numbers there, which ascend. Its config is that of the
-    tables of the first pool: names are those of a pool alone."""
+    """Some of the tables of related pools, to be planned and looked up as one; the outputs of the tables of one pool
+    are stacked. `of_pools`: the pools, and ascending numbers of tables there. Its config is that of the tables of the
+    first pool, as names are unique only in one pool."""
 
     def __init__(self, of_pools: Sequence[tuple[Pool, tuple[int, ...]]]) -> None:
-        self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # who keep it
+        self.of_pools = [(weakref.ref(pool), numbers) for pool, numbers in of_pools]  # the pools keep it
         pools, numbers = zip(*of_pools, strict=True)
         self.placed = Derived([pool.placed for pool in pools], _PlaceOfSeveral(numbers))
         count, width = sum(map(len, numbers)), self.config.tables[0].embedding_dim
@@ -128,8 +128,8 @@ class Selection(TableSet):
 
 
 class Member(TableSet):
-    """One table of a `pool`, number `number` of its tables, as a set of one. `optimizer`: of its own, whose rows are
-    laid out as those of the pool's."""
+    """One table of a `pool`, with its `number` there, as a set of one. `optimizer`: its own, with the row layout of the
+    pool's."""
 
     def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
         self.pool, self.number, self._optimizer = pool, number, optimizer
@@ -141,7 +141,7 @@ class Member(TableSet):
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """The name of the table."""
         return self.config.tables[0].name
 
     @property
@@ -181,7 +181,7 @@ class Member(TableSet):
         self.pool.close()
 
     def memory_report(self) -> dict[str, Any]:
-        """That of the pool."""
+        """The report of the pool."""
         return self.pool.memory_report()
 
     def _copied(self) -> tuple[Any, ...]:
@@ -197,30 +197,30 @@ class Member(TableSet):
 
 
 def _own(optimizer: OptimizerConfig | None, pool: TableSetConfig) -> OptimizerConfig | None:
-    """That of one table: its own, or the one that its pool was laid out for since."""
+    """The optimizer of one table: its own, or the one that its pool was laid out for since."""
     return optimizer if rows_of(optimizer) == rows_of(pool.optimizer) else pool.optimizer
 
 
 def _place_of_one(
     number: int, optimizer: OptimizerConfig | None, there: Sequence[Place], before: Place | None
 ) -> Place:
-    """That of one table of a pool. It has counted by the cache of the place before; steps that rows were made to take
-    are counted anew from here on."""
+    """The place of one table of a pool, with its counters in the cache of the place before. Replayed steps are counted
+    anew."""
     (pool,), counted = there, CacheStats()
     if before is not None:
         (group,) = before.groups
         counted = before.earlier + group.counted + CacheStats(steps_replayed=group.steps_replayed)
         group.restart_counts()
     own = _own(optimizer, pool.config)
-    config = replace(pool.config, tables=(pool.config.tables[number],), apart=False, optimizer=own)
+    config = replace(pool.config, tables=(pool.config.tables[number],), separate=False, optimizer=own)
     place = Place(config, [pool.groups[0].of_table(number, config)], counted)
     place.other_faults = pool.other_faults
     return place
 
 
 class _PlaceOfSeveral:
-    """Makes that of tables of several pools, of which `numbers` each. A GPU reports bad ids and offsets in each by
-    itself. What it has made for a pool serves as long as that stays where it is."""
+    """Makes the place of tables of several pools, with the `numbers` there. A GPU reports bad ids and offsets for each
+    pool separately. What it has made for a pool is reused until that moves."""
 
     def __init__(self, numbers: Sequence[tuple[int, ...]]) -> None:
         self._numbers = numbers

@@ -1,4 +1,4 @@
-"""What updates rows: the contract between a step and whoever knows the numbers of an update."""
+"""The contract between a step and the optimizer, which provides the hyperparameters of an update."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class RowOptimizer(Protocol):
-    """`FusedOptimizer`, whose update comes with the backward, or `FollowedOptimizer`, whose update comes with a torch
-    optimizer's step."""
+    """`FusedOptimizer`, which updates in the backward, or `FollowedOptimizer`, which updates in a torch optimizer's
+    step."""
 
     on_device: DeviceOptions  # the options on their GPU
 
@@ -26,18 +26,18 @@ class RowOptimizer(Protocol):
 
     @property
     def is_there(self) -> bool:
-        """Whether gradients can be taken: not where a torch optimizer is to be followed that has yet to come."""
+        """Whether gradients can be applied: not while a torch optimizer that is to be followed is still unknown."""
 
     @property
     def stepping(self) -> object:
-        """While a step is applied, one object of all whose tables take it by the same numbers; None of others."""
+        """While a step is applied, an object shared by all tables with equal hyperparameters; else None."""
 
     def look_for(self) -> bool:
-        """Follows the torch optimizer that has the tables among its params, where one is to be followed; returns
-        whether there is one."""
+        """If a torch optimizer is to be followed: looks for one that has the tables among its params, and follows it;
+        returns whether there is one."""
 
     def numbers(self, steps: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Hyperparameters | None:
-        """On the CPU: the numbers of the next step of tables that have taken so many `steps`, or None where they take
+        """On the CPU: the hyperparameters of the next step of tables that have taken `steps`, or None if they take
         none."""
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -45,29 +45,29 @@ class RowOptimizer(Protocol):
         Does not synchronise."""
 
     def spoilt(self) -> torch.Tensor | None:
-        """Float32 (T,): NaN for tables all of whose gradients were multiplied by what is not finite, those of rows that
-        no batch reached included, else 0; or None. Does not synchronise."""
+        """Float32 (T,): NaN for tables whose gradient was multiplied by a factor that is not finite, also in rows that
+        no batch reached, else 0; or None. Does not synchronise."""
 
     def alike(self) -> Hashable:
-        """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
+        """A key, equal for optimizers that give equal hyperparameters for equal rows at equal steps."""
 
     def options_fingerprint(self, *, waits: bool) -> int:
-        """Equal on ranks whose options are equal now: of 32 bits. `waits`: of what lies on a GPU, too, for which it
-        waits."""
+        """A fingerprint of 32 bits, equal on ranks with equal present options. `waits`: includes options on a GPU, for
+        which it waits."""
 
     @property
     def steps_fingerprint(self) -> int:
-        """Equal on ranks whose torch optimizers have taken as many steps, of as many lookups, and had equal options at
-        the last one: of 63 bits. 0 of a fused one, whose steps come with backwards."""
+        """A fingerprint of 63 bits, equal on ranks whose torch optimizers have taken as many steps, of as many lookups,
+        with equal options at the last one. 0 for a fused one, which steps in backwards."""
 
     def course(self) -> dict[str, object]:
-        """What both are of, by name. May wait for a GPU."""
+        """What both fingerprints are made of, by name, for messages. May wait for a GPU."""
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
-        """On a GPU: what it knows of the options, float64 (`MOST_NUMBERS`,). Does not synchronise."""
+        """On a GPU: the options there, float64 (`MOST_NUMBERS`,). Does not synchronise."""
 
     def upload(self) -> None:
-        """Tells the GPU of the options as they are now, before a captured step is replayed. Does not synchronise."""
+        """Sends the present options to the GPU, before a captured step is replayed. Does not synchronise."""
 
     def move(self) -> None:
         """Follows the tables to another device."""
@@ -79,7 +79,7 @@ class RowOptimizer(Protocol):
         """Raises `ConfigError` unless `options` of a checkpoint can be taken over. Changes nothing."""
 
     def check_options_now(self) -> None:
-        """Raises `ConfigError` unless its own options, as they are now, are such as an update takes."""
+        """Raises `ConfigError` unless its present options are valid for an update."""
 
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Takes over those of a checkpoint."""
+        """Takes over the options of a checkpoint."""

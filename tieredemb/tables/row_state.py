@@ -1,5 +1,5 @@
 """The optimizer state of whole tables as torch keeps it: tensors by name, and the steps taken. Where tables are parts
-of larger ones, entries that are loaded are of the whole, and what is taken of them is the part."""
+of larger ones, entries that are loaded are those of the whole tables, and only the part is taken from them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from tieredemb.config import OptimizerConfig, TablePart, is_number
 from tieredemb.errors import InvalidInputError, shown
 from tieredemb.lookup.histories import Histories, StoredBytes
-from tieredemb.storage.host import ask_for_huge_pages
+from tieredemb.storage.host import advise_huge_pages
 from tieredemb.tables.given_states import MAX_DENSE_STEPS, MAX_STEPS, loaded_steps
 from tieredemb.tables.given_tensors import dense_numbers
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet, check_memory
 
-LAGGING = "lagging"  # of an entry: what torch's optimizers have not
+LAGGING = "lagging"  # key of an entry: what torch's optimizers do not have
 ELSEWHERE = "tables_on_rank"  # of a state dict that another rank's is to be loaded with: whose has the tables' state
 
 
 def check_is_here(state_dict: Mapping[str, Any], entries: Iterable[Sized]) -> None:
-    """Raises `InvalidInputError` where the state of tables lies in another rank's state dict, and their `entries` are
-    empty: it would be lost without a word."""
+    """Raises `InvalidInputError` where the state of tables is in another rank's state dict, and their `entries` are
+    empty: it would be lost silently."""
     if ELSEWHERE in state_dict and not any(entries):
         raise InvalidInputError(
             f"this state dict is of a rank that does not hold the tables' state; load that of rank "
@@ -49,7 +49,7 @@ def state_tensors(tables: TableSet, config: OptimizerConfig, table: int) -> dict
     check_memory(tables.config.tables[table].name, sum(4 * rows * width for rows, width in shapes.values()))
     found = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
     for each in found.values():
-        ask_for_huge_pages(each.data_ptr(), each.nbytes)
+        advise_huge_pages(each.data_ptr(), each.nbytes)
     for start, rows in tables.state_parts(table):
         parts = torch.split(rows, [width for _, width in shapes.values()], dim=1)
         for each, part in zip(found.values(), parts, strict=True):
@@ -58,7 +58,8 @@ def state_tensors(tables: TableSet, config: OptimizerConfig, table: int) -> dict
 
 
 def totals_of(config: OptimizerConfig, steps: int) -> dict[str, torch.Tensor]:
-    """What torch keeps of a parameter after `steps` steps beside its tensors and their number, as it keeps it."""
+    """What torch keeps of a parameter after `steps` steps beside its tensors and the number of steps, in torch's
+    form."""
     totals = config.totals(steps)
     return {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in totals.items()}
 
@@ -81,9 +82,9 @@ def _check_totals(config: OptimizerConfig, entry: Mapping[str, Any], step: int, 
 
 
 def lagging_rows(tables: TableSet, table: int) -> dict[str, Any]:
-    """What an entry of a state dict has beside torch's tensors for a dense optimizer to go on with the same bits: the
-    rows that have not been used since an earlier step, as they lie, and once for the tables of a width what is kept of
-    the steps. Empty for other optimizers."""
+    """What an entry of a state dict holds beside torch's tensors, so that a dense optimizer continues with the same
+    bits: the rows that have not been used since an earlier step, as they are stored, and, once for all tables of a
+    width, the history of steps. Empty for other optimizers."""
     _, position, _ = tables.locate(table)
     found = tables.lagging(table, with_history=position == 0)
     if found is None:
@@ -134,9 +135,9 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any], part
 def loaded_state(
     tables: TableSet, config: OptimizerConfig, table: int, entry: Mapping[str, Any], part: TablePart | None = None
 ) -> LoadedState:
-    """Steps and state, tensors of the rows or None without any, that an entry of a state dict holds for a table; what a
-    new table has where it holds none, as torch's optimizers keep none before their first step. `part`: which of the
-    whole table's rows, by default those that `tables` have. Raises `InvalidInputError`."""
+    """The steps and the state (a tensor for the rows, or None) that an entry of a state dict holds for a table. If it
+    holds none, those of a new table, as torch's optimizers keep no state before their first step. `part`: which rows
+    of the whole table, by default those that `tables` have. Raises `InvalidInputError`."""
     part, name = part or tables.config.part(table), tables.config.tables[table].name
     shapes = _shapes(tables, config, table)
     held = any(entry.get(each) is not None for each in shapes)
@@ -158,13 +159,13 @@ def loaded_state(
     if held:
         given = [dense_numbers(f"{each!r} of table {name!r}", entry.get(each), shape) for each, shape in shapes.items()]
         words = tuple(whole[part.first :: part.step] for whole in given)
-    if not held or part.own_rows == 0:  # a table has a row, if one that nobody asks for
+    if not held or part.own_rows == 0:  # a table has at least one row, even if nothing looks it up
         words = (new.expand((max(1, part.own_rows), width)),)
     return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
 
 
-def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
-    """Raises `InvalidInputError` where tables that take their steps together would have taken different numbers."""
+def check_equal_steps(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
+    """Raises `InvalidInputError` where tables with one step count would have different ones."""
     steps = {state.step for state in states.values()}
     if config.is_dense and len(steps) > 1:
         raise InvalidInputError(
@@ -174,8 +175,8 @@ def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -
 
 
 def check_lagging(tables: TableSet, states: Mapping[int, LoadedState]) -> None:
-    """Raises `InvalidInputError` where rows that lag behind stand at a step that the history beside them does not
-    have."""
+    """Raises `InvalidInputError` where rows that lag behind are at a step that the history beside them does not
+    contain."""
     for group in tables.groups:
         lagging = {t: states[t].lagging for t in map(int, group.space.tables) if t in states}
         history = next((each.history for each in lagging.values() if each and each.history), None)

@@ -14,8 +14,8 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 
 class _Sent(NamedTuple):
-    """Of one `optimizer`, when its options were sent last: the `options` on the GPU, their `values`, and the torch
-    optimizer whose param groups they came from."""
+    """What was last sent for one `optimizer`: the `options` on the GPU, their `values`, and the torch optimizer whose
+    param groups they came from."""
 
     optimizer: RowOptimizer
     source: torch.optim.Optimizer | None
@@ -33,7 +33,7 @@ class SentOptions:
         self._dense: list[DeviceOptions] = []
 
     def send(self) -> None:
-        """A step is about to come: as `upload` of each. Does not synchronise. Raises `ConfigError` as that does."""
+        """Before a step: calls `upload` for each. Does not synchronise. Raises `ConfigError` as `upload` does."""
         if self._sent is not None and self._is_as_sent(self._sent):
             for options in self._dense:
                 options.note_step()

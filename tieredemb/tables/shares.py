@@ -42,9 +42,9 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
 
 
 def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
-    """Slots of each cache, which together take at most `budget` bytes, or what they have to have: the rows are held
-    whose lookups a byte are most, whichever cache they are of. What is left when all rows that are used have a slot
-    goes to the others, in proportion to their bytes."""
+    """Slots of each cache, which together take at most `budget` bytes, or the least that the caches need if that is
+    more. Slots go to the rows with most lookups per byte, of any cache. If bytes are left when all rows that are used
+    have a slot, they are divided among the caches in proportion to the bytes of their other rows."""
     passing = passing_share(budget, uses)
     slots = np.array([use.least + passing * use.in_batch for use in uses])
     sizes = np.array([use.slot_bytes for use in uses])
@@ -59,10 +59,10 @@ def by_use(budget: int, uses: Sequence[Use]) -> list[int]:
     if held < len(order) and left > 0:  # a part of the rows that the next one stands for
         slots[of[order[held]]] += (left - (spent[held - 1] if held else 0)) / sizes[of[order[held]]]
     slots = np.minimum(slots, [use.rows for use in uses])
-    room = np.array([use.rows for use in uses]) - slots
-    free, total = budget - float(slots @ sizes), float(room @ sizes)
+    uncached = np.array([use.rows for use in uses]) - slots
+    free, total = budget - float(slots @ sizes), float(uncached @ sizes)
     if free > 0 and total > 0:
-        slots += room * min(1.0, free / total)
+        slots += uncached * min(1.0, free / total)
     given = [max(use.least, int(each)) for use, each in zip(uses, slots, strict=True)]
     left_over = budget - sum(each * use.slot_bytes for use, each in zip(uses, given, strict=True))
     for number in sorted(range(len(uses)), key=lambda number: -uses[number].slot_bytes):

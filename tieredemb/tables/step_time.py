@@ -1,4 +1,4 @@
-"""When the next step of a model begins, of which several plans tell one by one: scores age once a step."""
+"""When the next step of a model begins, if each of its tables has a plan of its own: scores age once a step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ class Lookup(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no backward of it can come any more."""
+        """Whether a backward of it is no longer possible."""
 
 
 class StepTime:
-    """The steps of a model whose tables are looked up one by one, in any order, some of them not at all, some twice.
+    """The steps of a model whose tables are looked up separately, in any order, some of them not at all, some twice.
 
-    A step ends with a backward. Where none comes, as where a model serves, a table is looked up again: its forward
-    before is over then, while that of a table which is looked up twice in one step yet waits for its backward.
+    A step ends with a backward. If there is none, as in inference, it ends when a table is looked up again whose last
+    forward has ended. If a table is looked up twice in one step, its first forward has not ended, as its backward is
+    still to come.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,13 @@ class StepTime:
         return self._is_over
 
     def looked_up(self, table: object, lookup: Lookup | None) -> None:
-        """A forward of `table` was planned, or has come that was planned ahead; None of one without a plan."""
+        """A forward of `table` was planned, or one that was planned ahead has started. `lookup`: None of a forward
+        without a plan."""
         if self._is_over:
             self._last = {}
             self._is_over = False
         self._last[id(table)] = None if lookup is None else weakref.ref(lookup)
 
     def backward(self) -> None:
-        """A backward has come through some of the tables."""
+        """A backward has run through some of the tables."""
         self._is_over = True

@@ -25,7 +25,7 @@ from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.progress import progress
 from tieredemb.storage.base import RowOpener, RowSet
-from tieredemb.storage.host import ask_for_huge_pages
+from tieredemb.storage.host import advise_huge_pages
 from tieredemb.tables.collected import when_collected
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.given_rows import rows_of_part
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from tieredemb.tables.division import Division
 
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls that compute with them: bounds their memory
-COPY_BYTES = 1 << 28  # of rows copied at once as they lie; each time the cache is asked which of them it has
-DENSE_BYTES = 1 << 24  # of rows of a dense optimizer, which are copied several times on their way
-PART_BYTES = 1 << 26  # of the parts in which a table is read: beyond any cache of a CPU, and little beside memory
+COPY_BYTES = 1 << 28  # of rows copied at once unchanged; each time the cache is searched for them
+DENSE_BYTES = 1 << 24  # of rows of a dense optimizer, which are copied several times
+PART_BYTES = 1 << 26  # of the parts in which a table is read: larger than a CPU's caches, and small in memory
 _CPU = torch.device("cpu")
 
 
@@ -58,8 +58,8 @@ class Rows(NamedTuple):
 
 
 class LaggingRows(NamedTuple):
-    """Rows as they lie, at an earlier step: rows int64 (K,), ascending, weight carrier (K, D), state uint32 (K, S), and
-    the history that brings them to the current one."""
+    """Rows at an earlier step: rows int64 (K,), ascending, weight carrier (K, D), state uint32 (K, S), and the history
+    by which they catch up."""
 
     rows: Array
     weight: Array
@@ -68,26 +68,24 @@ class LaggingRows(NamedTuple):
 
 
 class LoadedState(NamedTuple):
-    """A table's optimizer state from a state dict: the steps taken, `words`, tensors (rows, ·) of S numbers a row that
-    lie side by side in it, or None without any, and of a dense optimizer the rows that stood at an earlier step, where
-    it says so."""
+    """A table's optimizer state from a state dict: the steps taken; `words`, tensors (rows, ·) of S numbers a row side
+    by side, or None without any; and of a dense optimizer the rows at an earlier step, if it has them."""
 
     step: int
     words: tuple[torch.Tensor, ...] | None
     lagging: LaggingRows | None = None
 
 
-Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense optimizer keeps of them
+Kept = tuple[list[int], History | None]  # the steps of tables, and a dense optimizer's history of them
 
 
 class Place:
-    """Where tables are. `device_type`: of the device of its config · `groups`: by width · `reports`: where a GPU
-    reports bad ids and offsets, and steps that it refuses: one, or that of each group where these look among ids of
-    their own; none on the CPU · `faults`: the first one, or None, and `other_faults`: where it does for several sets of
-    tables as one · `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, but
-    not from plans; each `with` takes `held()` · `are_read_in_place`: see `Group.is_read_in_place`, of all groups ·
-    `recorded`: what was recorded of the tables there, by the context of calls, or by the tables of updates. It does not
-    refer to the place, and is freed with it."""
+    """The device, caches and storages of tables. `device_type`: of the config's device · `groups`: by width ·
+    `reports`: where a GPU reports bad ids and offsets, and steps that it refuses: one, or one for each group if these
+    have ids of their own; none on the CPU · `faults`: the first one, or None · `other_faults`: the reports for several
+    sets of tables as one · `earlier`: counters from before the last move · `rows`: locks the rows, but not plans; each
+    `with` takes `held()` · `are_read_in_place`: see `Group.is_read_in_place`, for all groups · `recorded`: recordings,
+    by the context of calls, or by the tables of updates; it does not reference the place, and is freed with it."""
 
     def __init__(
         self,
@@ -103,22 +101,23 @@ class Place:
             reports = [] if own is None else [own]
         self.reports = reports
         self.faults: Any = reports[0] if reports else None
-        self.other_faults: list[Any] = [*reports] if config.apart else []
+        self.other_faults: list[Any] = [*reports] if config.separate else []
         self.earlier = earlier
         self.recorded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.groups: list[Group] = []
         self.add(*groups)
 
     def check_earlier(self) -> None:
-        """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
+        """Called before a forward: raises for an earlier batch that a GPU refused, if it was reported by now."""
         self.check_faults(NOT_BEGUN)
 
-    def check_faults(self, told: str) -> None:
-        """Raises for a batch that a GPU refused, once the device has said so. `told`: what the message ends with."""
+    def check_faults(self, ending: str) -> None:
+        """Raises for a batch that a GPU refused, once the device has reported it. `ending`: what the message ends
+        with."""
         if self.faults is not None:
-            self.faults.check(told)
+            self.faults.check(ending)
             for report in self.other_faults:
-                report.check(told)
+                report.check(ending)
 
     def add(self, *groups: Group) -> None:
         self.groups += groups
@@ -127,37 +126,37 @@ class Place:
 
 
 class Placed:
-    """A place that changes as one thing, whatever interrupts; whoever closes the tables finds them by it."""
+    """Refers to the present place, which changes in one step, even if interrupted; it also closes the tables."""
 
     def __init__(self, now: Place) -> None:
         self.now = now
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Flushes and closes all. If one cannot be flushed none is closed: its rows can yet be saved elsewhere."""
-        if os.getpid() != self._pid:  # a forked child, in which locks may be held for ever
+        """Flushes and closes all. If one cannot be flushed, none is closed, so that its rows can be saved elsewhere."""
+        if os.getpid() != self._pid:  # a forked child, where locks may be held for ever
             return
         caches = [group.cache for group in self.now.groups]
         with Locks(caches):
-            with contextlib.ExitStack() as all_of_them:  # the others are flushed all the same
+            with contextlib.ExitStack() as all_of_them:  # if one fails, the others are flushed all the same
                 for cache in caches:
                     all_of_them.callback(cache.seal)
             for cache in caches:
                 cache.close()
 
     def discard(self) -> None:
-        """Closes what was opened, of which no row was used yet, and leaves it as it was."""
+        """Closes opened storages without a change, before any row was used."""
         for group in self.now.groups:
             group.cache.close()
 
 
 class Derived(Placed):
-    """A place that follows from those of others, whatever has moved these. `make`: makes it of where they are now, and
-    of what it was before."""
+    """A place derived from the places of other tables, also after these have moved. `make`: makes it from their present
+    places and its own last one."""
 
     def __init__(self, sources: Sequence[Placed], make: Callable[[Sequence[Place], Place | None], Place]) -> None:
         self._make = make
-        self._of: Sequence[tuple[Placed, Place | None]] = [(source, None) for source in sources]  # and where it was
+        self._of: Sequence[tuple[Placed, Place | None]] = [(source, None) for source in sources]  # with last places
         self._now: Place | None = None
 
     @property
@@ -175,8 +174,8 @@ class Derived(Placed):
 
 
 class PlaceLocks(Locks):
-    """The locks of all caches of tables, of those that are there once they are taken: who waits for them may wait for a
-    thread that makes the caches anew."""
+    """The locks of all present caches of tables: as a thread that waits for them may wait for one that replaces the
+    caches, they are taken anew until the caches are the present ones."""
 
     def __init__(self, placed: Placed) -> None:
         super().__init__(())
@@ -193,21 +192,21 @@ class PlaceLocks(Locks):
 
 
 class TableSet:
-    """Opens the tables of `config`, by `rows` if that is given, else by the storage of the config. Closes (flushes)
-    them when it is collected or the process exits.
+    """Opens the tables of `config`, by `rows` if given, else by the storage of the config. Closes (flushes) them when
+    it is freed or the process exits.
 
-    `weights`: of the tables by their numbers, (rows, D) each, which are written unless the storage has rows already and
-    keeps them; what `rows` opens is filled by the caller · `placed`: where they are `now`, for who asks in each step ·
-    `step_time`: where others are looked up in the same steps, when these begin.
+    `weights`: of the tables by their numbers, (rows, D) each, which are written unless the storage keeps rows of an
+    earlier owner; the caller fills what `rows` opens · `placed`: refers to their place `now` · `step_time`: if other
+    tables are looked up in the same steps, when these begin.
     """
 
     step_time: StepTime | None = None
-    division: Division | None = None  # of the capacity that its caches share, among themselves or with others
-    related: Any = None  # of a pool what it has in common with others (`Related`)
+    division: Division | None = None  # of a capacity shared by its caches, perhaps with others
+    related: Any = None  # of a pool: what it shares with related pools (`Related`)
 
     @functools.cached_property
     def engines(self) -> weakref.WeakSet[Any]:
-        """Who looks up in some of the tables: each has `tables`, and their `optimizer`."""
+        """The engines of the tables: each has `tables`, and their `optimizer`."""
         return weakref.WeakSet()
 
     def __init__(
@@ -223,11 +222,11 @@ class TableSet:
         self.placed = Placed(Place(config, [], CacheStats()))
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
         starts = np.concatenate([[0], np.cumsum(widths_of)])
-        # rows that are not pooled, all of one width, lie below each other
-        is_wide = config.pooled and not config.apart
+        # rows that are not pooled, all of one width, are stacked
+        is_wide = config.pooled and not config.separate
         self.columns = (starts if is_wide else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
-        self._replaced = 0  # how often rows were
+        self._replaced = 0  # how often rows were replaced
         self._finalizer = when_collected(self, self.placed.close)
         members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
         spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
@@ -252,8 +251,8 @@ class TableSet:
     def _fill(
         self, functions: Mapping[int, InitFunction], weights: Mapping[int, torch.Tensor], *, is_last: bool
     ) -> None:
-        """Writes the rows that tables begin with, those that no earlier owner has left. What fails leaves a file that
-        counts for nothing. `is_last`: whether nobody else writes any."""
+        """Writes the initial rows of tables, except those kept from an earlier owner. If it fails, the file is invalid.
+        `is_last`: whether no other initial rows are written."""
         try:
             self._initialise({table: function for table, function in functions.items() if self.is_new(table)})
             if new := {table: weight for table, weight in weights.items() if self.is_new(table)}:
@@ -267,7 +266,7 @@ class TableSet:
             raise
 
     def _initialise(self, functions: Mapping[int, InitFunction]) -> None:
-        """Fills the rows of tables by the functions that were given for them."""
+        """Fills the rows of tables by their `init` functions."""
         if not functions:
             return
         with self.changing("the init of a table") as change:
@@ -281,7 +280,7 @@ class TableSet:
                     group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
 
     def undo_opening(self) -> None:
-        """Closes tables that nobody is to use after all: rows that an earlier owner has left stay as they were."""
+        """Closes tables that are not to be used after all: rows of an earlier owner stay unchanged."""
         if any(group.cache.cold.is_new for group in self.groups):
             self.close()
         else:
@@ -289,23 +288,23 @@ class TableSet:
             self._finalizer.detach()
 
     def is_new(self, table: int) -> bool:
-        """Whether the rows of a table are none that an earlier owner has left."""
+        """Whether the rows of a table are new, and not kept from an earlier owner."""
         return self.locate(table)[0].cache.cold.is_new
 
     def filled(self) -> None:
-        """All rows that the tables begin with were written; see `Storage.opening`."""
+        """Called when all initial rows were written; see `Storage.opening`."""
         for group in self.groups:
             if group.cache.cold.is_new:
                 group.cache.cold.filled()
 
     @property
     def row_set(self) -> RowSet | None:
-        """The files that the rows are in, which were opened as one; None where they end with the process."""
+        """The files of the rows, which were opened as one; None if rows end with the process."""
         return self.groups[0].cache.cold.row_set
 
     @property
     def named(self) -> str:
-        """How messages name its tables."""
+        """The tables' names in messages."""
         names = [table.name for table in self.config.tables]
         if len(names) == 1:
             return f"table {names[0]!r}"
@@ -332,7 +331,7 @@ class TableSet:
 
     @property
     def n_features(self) -> int:
-        """Those of all tables."""
+        """The number of features of all tables."""
         return len(self.columns) - 1
 
     @property
@@ -359,9 +358,9 @@ class TableSet:
         start: int = 0,
         stop: int | None = None,
     ) -> torch.Tensor:
-        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken; of the rows
-        `start` … `stop` − 1 alone. `dtype`: of the copy, by default that of the rows. Raises `StorageFullError` or
-        `DeviceMemoryError` where memory cannot hold it."""
+        """A copy of a table's weights (rows, D) at the current step on a device; or of the rows `start` … `stop` − 1.
+        `dtype`: of the copy, by default that of the rows. Raises `StorageFullError` or `DeviceMemoryError` if memory
+        cannot hold it."""
         config, own = self.config.tables[table], self.weight_dtype(table)
         stop = config.num_embeddings if stop is None else stop
         out = self._empty(table, config.embedding_dim, dtype or own, device, stop - start)
@@ -379,16 +378,16 @@ class TableSet:
         return self._empty(table, self.config.tables[table].embedding_dim, self.weight_dtype(table), device, rows)
 
     def weight_dtype(self, table: int) -> torch.dtype:
-        """Of a table's weights as a tensor."""
+        """The dtype of a table's weights as a tensor."""
         return self.locate(table)[0].cache.cold.layout.format.encoding.dtype
 
     @property
     def writes(self) -> int:
-        """How often rows were replaced or written to, but by updates."""
+        """How often rows were replaced or written to, without updates."""
         return self._replaced
 
     def version(self, table: int) -> tuple[int, int]:
-        """Tells whether a table's rows were updated or replaced. Synchronises with a GPU."""
+        """Changes when a table's rows are updated or replaced. Synchronises with a GPU."""
         group, position, _ = self.locate(table)
         return self._replaced, group.steps[position]
 
@@ -415,8 +414,8 @@ class TableSet:
     def set_weights(
         self, weights: Mapping[int, torch.Tensor], *, once_ready: Callable[[], object] | None = None
     ) -> None:
-        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. `once_ready`: called when
-        there is space for all, before anything changes, and may raise. Raises `StorageFullError` before it."""
+        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. `once_ready`: called once
+        space is reserved, before anything changes; it may raise. Raises `StorageFullError` before that."""
         with self.changing("load_state_dict", [self.part(table, "weight") for table in weights]) as change:
             for table in weights:
                 self.reserve(table)
@@ -444,11 +443,11 @@ class TableSet:
         *,
         reads: bool = True,
     ) -> None:
-        """Overwrites the weights of the rows `start` … `stop` − 1, one part after the other. `change` is called with
-        the number of a part's first row and a CPU tensor (K, D), which has the part's weights if `reads`, and returns
-        the new ones. Rows of a dense optimizer are at the current step then. Waits for a GPU. Interrupted after the
-        first part, it leaves the cache broken (`BrokenCacheError`) until the table is written as a whole. Raises
-        `StorageFullError` before anything changes."""
+        """Overwrites the weights of the rows `start` … `stop` − 1, part by part. `change` is called with the number of
+        a part's first row and a CPU tensor (K, D), which has the part's weights if `reads`, and returns the new ones.
+        Rows of a dense optimizer are then at the current step. Waits for a GPU. If it is interrupted after the first
+        part, the cache is broken (`BrokenCacheError`) until the whole table is written. Raises `StorageFullError`
+        before anything changes."""
         self.change_spans(table, [(start, stop)], change, reads=reads)
 
     def change_spans(
@@ -459,12 +458,12 @@ class TableSet:
         *,
         reads: bool = True,
     ) -> None:
-        """As `change_rows`, of several spans of rows, (first, one after the last), which are one change."""
+        """As `change_rows`, for several spans of rows, (first, one after the last), as one change."""
         group, _, key = self.locate(table)
         config, dtype = self.config.tables[table], self.weight_dtype(table)
         row = group.cache.cold.layout.format
         with self.locked():
-            if reads or spans != [(0, config.num_embeddings)]:  # else a broken table is whole again
+            if reads or spans != [(0, config.num_embeddings)]:  # writing the whole table repairs a broken one
                 self._read(table, spans[0][0], torch.empty((0, config.embedding_dim), dtype=dtype, device="cpu"))
             with self.changing("writing to a table", [self.part(table, "weight")]) as changed:
                 for start, stop in spans:
@@ -484,16 +483,16 @@ class TableSet:
                     group.import_weights(key + first, new)
 
     def part(self, table: int, kind: str) -> Part:
-        """What may be suspect of a table, its "weight" or its "state", as the cache's owner names it."""
+        """The name of a table's "weight" or "state" in its cache's intent log."""
         return table, kind
 
     @property
     def parts(self) -> list[Part]:
-        """All that may be suspect of its tables."""
+        """All parts of its tables, as named in intent logs."""
         return [self.part(table, kind) for table in range(len(self.config.tables)) for kind in ("weight", "state")]
 
     def reserve(self, table: int) -> None:
-        """Takes space for all rows of a table."""
+        """Reserves space for all rows of a table."""
         group, _, first = self.locate(table)
         group.cache.cold.reserve_range(first, first + self.config.tables[table].num_embeddings)
 
@@ -504,8 +503,8 @@ class TableSet:
             group.import_weights(first + start, rows)
 
     def state_parts(self, table: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """A table's optimizer state in parts, at the steps that were taken: first row, and float32 (K, S) on the CPU,
-        which is overwritten by the next part."""
+        """A table's optimizer state at the current step, in parts: first row, and float32 (K, S) on the CPU, which is
+        overwritten by the next part."""
         group, _, first = self.locate(table)
         width = group.cache.cold.layout.state_width - (group.history is not None)  # without the step of each row
         part = torch.empty((0, width), dtype=torch.float32, device="cpu")
@@ -523,8 +522,8 @@ class TableSet:
         *,
         once_ready: Callable[[], object] | None = None,
     ) -> None:
-        """Overwrites the steps that tables have taken, and their optimizer state, where there is any. `then`: what
-        belongs to it · `once_ready`: see `set_weights`. Raises `StorageFullError` before anything changes."""
+        """Overwrites the steps that tables have taken, and their optimizer state, if they have any. `then`: called as a
+        part of the change · `once_ready`: see `set_weights`. Raises `StorageFullError` before anything changes."""
         parts = [self.part(table, "state") for table in states]
         with self.changing("load_state_dict of the optimizer", parts) as change:
             for table, state in states.items():
@@ -545,8 +544,7 @@ class TableSet:
             then()
 
     def _write_lagging(self, lagging: Mapping[int, LaggingRows]) -> None:
-        """Rows that were saved at an earlier step stand at it again, where their weights at the current one are those
-        that the tables have."""
+        """Restores rows that were saved at an earlier step, if their weights at the current step equal the tables'."""
         for group in self.groups:
             history = next(
                 (lagging[t].history for t in group.space.tables if t in lagging and lagging[t].history), None
@@ -565,8 +563,8 @@ class TableSet:
                         group.import_lagging(first + start, stop - start, part, weight, state, history)
 
     def lagging(self, table: int, *, with_history: bool) -> LaggingRows | None:
-        """The rows of a dense optimizer's table that stand at an earlier step, where that makes a difference; None of
-        other optimizers. `with_history`: and what the optimizer keeps of its steps."""
+        """The rows of a dense optimizer's table that are at an earlier step, if that makes a difference; None for other
+        optimizers. `with_history`: also the history of steps."""
         group, _, first = self.locate(table)
         history = group.history
         if history is None:
@@ -597,8 +595,8 @@ class TableSet:
         start: int = 0,
         stop: int | None = None,
     ) -> Iterator[tuple[int, int]]:
-        """The rows `start` … `stop` − 1 of a table, by default all, of which `row_bytes` a row are copied, in parts
-        (first, one after the last) of so many bytes `at_once` or fewer; shows how far they are."""
+        """The rows `start` … `stop` − 1 of a table, by default all, in parts (first, one after the last) of at most
+        `at_once` bytes, with `row_bytes` a row; shows progress."""
         rows = (self.config.tables[table].num_embeddings if stop is None else stop) - start
         most = max(1, at_once // max(1, row_bytes))
         if self.locate(table)[0].is_dense:
@@ -616,7 +614,7 @@ class TableSet:
         check_memory(self.config.tables[table].name, rows * width * dtype.itemsize, device)
         out = torch.empty((rows, width), dtype=dtype, device=device)
         if not on_gpu:
-            ask_for_huge_pages(out.data_ptr(), out.nbytes)
+            advise_huge_pages(out.data_ptr(), out.nbytes)
         return out
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
@@ -634,9 +632,9 @@ class TableSet:
     def changing(
         self, call: str, parts: Iterable[Part] | None = None, *, calls_inside: bool = False
     ) -> Iterator[HalfWritten]:
-        """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
-        all, hot and cold. Interrupted after it `has_begun`, it leaves them suspect; once it is done they are not
-        suspect any more. `calls_inside`: whether it reads rows and plans meanwhile, as others do."""
+        """Holds all caches for a call that replaces `parts` of rows (table and "weight" or "state"), or all, hot and
+        cold. If it is interrupted after it `has_begun`, these are suspect; once it is done they no longer are.
+        `calls_inside`: whether it calls the caches meanwhile, to read or plan."""
         with self.locked():
             change = HalfWritten(
                 call, None if parts is None else frozenset(parts), replaces=parts is None, calls_inside=calls_inside
@@ -652,7 +650,7 @@ class TableSet:
             except BaseException as error:
                 for group in self.groups:
                     group.cache.changes.note(error)
-                if not change.has_begun:  # nothing is to be recovered, and a record keeps what its call holds alive
+                if not change.has_begun:  # nothing to recover; the record keeps objects alive
                     for group, record in zip(self.groups, records, strict=True):
                         group.cache.changes.clear(record)
                 raise
@@ -661,8 +659,8 @@ class TableSet:
                 group.cache.suspects.clear(change.parts)
 
     def flush(self) -> None:
-        """Writes all hot rows back: afterwards cold storage alone holds the truth."""
-        with self.locked(), contextlib.ExitStack() as all_of_them:  # one that fails keeps no other
+        """Writes all hot rows back: cold storage is then complete."""
+        with self.locked(), contextlib.ExitStack() as all_of_them:  # if one fails, the others are flushed all the same
             for group in self.groups:
                 all_of_them.callback(group.cache.flush)
         self.check_faults()
@@ -670,7 +668,7 @@ class TableSet:
             group.check_steps()
 
     def check_moves(self, moved: Sequence[TableSet]) -> None:
-        """Raises `UnsupportedError` where the sets that are `moved` together are not all that have to be."""
+        """Raises `UnsupportedError` if tables that share caches are not all among the `moved` sets."""
 
     def move(self, device: torch.device) -> None:
         """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
@@ -680,25 +678,25 @@ class TableSet:
             )
 
     def resize(self, slots: Sequence[int]) -> None:
-        """Gives the cache of each group another number of slots, with the rows of the old ones that were used most.
-        Takes memory for old and new ones together while it runs. Raises `StorageError` while batches are in flight, and
+        """Gives the cache of each group another number of slots, with the hottest rows of the old ones. Needs memory
+        for old and new caches while it runs. Raises `StorageError` while batches are in flight, and
         `DeviceMemoryError`, before anything changes."""
         with self.locked():
             hottest = [group.cache.hottest() for group in self.groups]
-            config = replace(self.config, capacity=slots[0]) if len(slots) == 1 else self.config  # as copies have it
+            config = replace(self.config, capacity=slots[0]) if len(slots) == 1 else self.config  # for copies
             self._renew(config, slots, "resize the caches")
             for group, keys in zip(self.groups, hottest, strict=True):
                 group.fetch(keys)
 
     def _renew(self, config: TableSetConfig, capacities: Sequence[Capacity], call: str) -> None:
-        """Makes the groups anew over the same cold rows. The caller holds the caches."""
+        """Replaces the groups by new ones over the same cold rows. The caller holds the caches."""
         for group in self.groups:
             group.cache.check_idle(call)
         self.flush()
         counted, before = self.stats(), self.groups
         for group in before:
             group.restart_counts()
-        with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
+        with contextlib.ExitStack() as undo:  # if one width does not fit, the others stay where they are
             groups: list[Group] = []
             for group, capacity in zip(before, capacities, strict=True):
                 groups.append(move_group(group, config, capacity))
@@ -710,14 +708,14 @@ class TableSet:
             group.cache.abandon()
 
     def close(self) -> None:
-        """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed
-        one (a full disk) it tries again."""
+        """Flushes and closes, then raises errors that a GPU has reported since. A second call does nothing; after a
+        failed one (a full disk) it tries again."""
         self.placed.close()
         self._finalizer.detach()
         self.check_faults()
 
     def stats(self) -> CacheStats:
-        """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
+        """Totals of all groups. Synchronises with a GPU, and raises errors that it has reported since."""
         with self.locked():
             total = sum((group.stats() for group in self.groups), self.placed.now.earlier)
             for group in self.groups:
@@ -727,12 +725,12 @@ class TableSet:
         return total
 
     def check_faults(self) -> None:
-        """Raises for a batch that a GPU refused, once the device has said so."""
+        """Raises for a batch that a GPU refused, once the device has reported it."""
         self.placed.now.check_faults(EARLIER)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes of every allocation, for each width. `optimizer`: what a dense one keeps of its steps, about 100 bytes
-        for each."""
+        """Bytes of every allocation, for each width. `optimizer`: the history of a dense one, about 100 bytes a
+        step."""
         reports = {}
         for group in self.groups:
             reports[f"width {group.space.width}"] = group.cache.memory_report()
@@ -748,7 +746,7 @@ class TableSet:
         return group.history_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles take the rows along, which only memory tiers can."""
+        """Copies and pickles include the rows, which only memory tiers support."""
         with self.locked():
             return self._copied()
 
@@ -758,8 +756,8 @@ class TableSet:
         return _rebuild, (self.config, metadata, parts, kept)
 
     def _copies(self) -> tuple[list[list[Rows]], list[Kept]]:
-        """Of each group copies of the rows that were written, the steps of its tables, and what its optimizer keeps of
-        them. The caller holds the caches."""
+        """For each group copies of the rows that were written, the steps of its tables, and its history. The caller
+        holds the caches."""
         for group in self.groups:
             group.cache.check_idle("copy or pickle the tables")
             if not group.cache.cold.in_memory:
@@ -774,7 +772,7 @@ class TableSet:
         ]
 
     def put_copies(self, parts: Sequence[Sequence[Rows]], kept: Sequence[Kept]) -> None:
-        """Puts what `_copies` has copied in the place of the rows."""
+        """Replaces the rows by what `_copies` has returned."""
         for group, rows, (steps, history) in zip(self.groups, parts, kept, strict=True):
             cold, first = group.cache.cold, int(group.space.start[0])
             for start, stop, weight, state in rows:
@@ -795,8 +793,8 @@ class TableSet:
 
 
 def make_fault_report(config: TableSetConfig) -> Any:
-    """Where a GPU reports ids and offsets that are out of range, and steps that it refuses; None on the CPU, which
-    refuses them at once."""
+    """The report for a GPU's ids and offsets out of range, and steps that it refuses; None on the CPU, which raises at
+    once."""
     if config.device.type != "cuda":
         return None
     from tieredemb.lookup.device_bags import FaultReport
@@ -837,7 +835,7 @@ def _row_bytes(values: torch.Tensor) -> int:
 
 
 def encoded(values: torch.Tensor, row: RowFormat) -> Array:
-    """CPU values (K, D) as rows, as they are carried."""
+    """CPU values (K, D) as rows in their carrier."""
     if row.encoding.is_direct:
         return carrier_view(values.to(row.encoding.dtype).contiguous())
     from tieredemb.kernels.row_encoding_cpu import rows_encode
@@ -849,7 +847,7 @@ def encoded(values: torch.Tensor, row: RowFormat) -> Array:
 
 @contextlib.contextmanager
 def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
-    """Where rows are to be put, as they are carried, whose values `out`, a CPU tensor (K, D), then has."""
+    """Inside, an array for rows in their carrier; at the end `out`, a CPU tensor (K, D), gets their values."""
     if row.encoding.is_direct:
         yield carrier_view(out)
         return
@@ -863,7 +861,7 @@ def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
 
 
 def check_memory(table: str, needed: int, device: torch.device = _CPU) -> None:
-    """Raises `StorageFullError` or `DeviceMemoryError` where a table as one tensor, of `needed` bytes, does not fit."""
+    """Raises `StorageFullError` or `DeviceMemoryError` if a table as one tensor of `needed` bytes does not fit."""
     on_gpu = device.type == "cuda"
     available = free_bytes(device) if on_gpu else available_memory_bytes()
     if needed > available:
@@ -875,7 +873,7 @@ def check_memory(table: str, needed: int, device: torch.device = _CPU) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that torch can allocate: free ones, and those that it keeps for later use."""
+    """Bytes of a GPU that torch can allocate: free ones, and unused ones in its pools."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

@@ -29,11 +29,11 @@ from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 class Kind:
     """How tables follow optimizers of one torch class.
 
-    `config`: makes a config of ours of a param group, whose tensors are numbers already · `must_be`: options of the
-    group that have to keep a value, as nothing else is there for tables · `step`: a table's steps as torch keeps them
-    beside a parameter's state, or None where it keeps none · `at_once`: whether torch has a state before the first
-    step · `takes_sparse`: whether it takes sparse gradients alone, which are of the rows of a batch · `remark`: what
-    whoever has it on a parameter may take it for, and it is not.
+    `config`: makes a config of this library from a param group, whose tensors are numbers already · `must_be`: options
+    of the group that must have this value, the only one that tables support · `step`: a table's steps as torch keeps
+    them beside a parameter's state, or None where it keeps none · `at_once`: whether torch creates its state before the
+    first step · `takes_sparse`: whether the class accepts only sparse gradients, which hold the rows of a batch ·
+    `remark`: a difference from torch's class that users have to know.
     """
 
     config: Callable[[Mapping[str, Any]], OptimizerConfig]
@@ -96,7 +96,7 @@ Optimizer = OptimizerConfig | torch.optim.Optimizer | type[torch.optim.Optimizer
 
 
 def is_torch_optimizer(optimizer: object) -> bool:
-    """Whether it is a torch optimizer, or stands for one that is to come."""
+    """Whether it is a torch optimizer, or the class of one that the tables will follow."""
     if isinstance(optimizer, ToFollow):
         return True
     if isinstance(optimizer, type):
@@ -105,8 +105,9 @@ def is_torch_optimizer(optimizer: object) -> bool:
 
 
 def row_config(optimizer: object) -> OptimizerConfig | None:
-    """What rows are laid out for, given what a module was: a config of ours, a torch optimizer to follow, the class of
-    one to come, or None. Raises `ConfigError` and `UnsupportedError`."""
+    """The optimizer config that the row layout is made for, from a module's `optimizer`: a config of this library, a
+    torch optimizer to follow, the class of one that will be followed, or None. Raises `ConfigError` and
+    `UnsupportedError`."""
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return optimizer
     if isinstance(optimizer, ToFollow):

@@ -1,4 +1,5 @@
-"""How often rows behind a cache are looked up, as their scores tell: what `shares.by_use` divides a capacity by."""
+"""How often rows behind a cache are looked up, estimated from their scores; `shares.by_use` divides a capacity by
+it."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ SCORES_AN_OCTAVE, OCTAVES, MOST_SCORES = 256, 64, 1 << 20
 
 
 class Use(NamedTuple):
-    """Of the rows behind one cache. `slot_bytes`: of one slot · `least`: slots that it has to have · `rows`: how many
-    rows there are · `share`, `lookups`: float64 (K,), descending, of a row: the share of the batches that use it, and
-    how often a batch looks it up · `stands_for`: float64 (K,), how many rows each is.
+    """The use of the rows behind one cache. `slot_bytes`: of one slot · `least`: the fewest slots that it needs ·
+    `rows`: how many rows there are · `share`, `lookups`: float64 (K,), descending, for each sampled row: the share of
+    the batches that use it, and how often a batch looks it up · `stands_for`: float64 (K,), how many rows each sampled
+    row represents.
 
-    A batch that misses rows brings them into slots, where they displace others. So a cache that holds some rows in
-    every batch has slots for these, and for what a batch uses of the others.
+    Missed rows of a batch are filled into slots, where they evict others. So a cache that keeps some rows over all
+    batches needs slots for these, and for what a batch uses of the others.
     """
 
     slot_bytes: int
@@ -43,8 +45,8 @@ class Use(NamedTuple):
         return float(self.share @ self.stands_for)
 
     def hits(self, slots: int, passing: float) -> float:
-        """Lookups in a batch that `slots` slots serve, of which the rows that come and go take `passing` of what a
-        batch uses of them."""
+        """Lookups in a batch that hit if there are `slots` slots. Rows that do not stay use slots, too: `passing` times
+        the number of them that a batch uses."""
         each = self.stands_for * (1.0 - passing * self.share)
         before = self.least + passing * self.in_batch + np.cumsum(each) - each
         held = np.clip((slots - before) / np.maximum(each, 1e-9), 0.0, 1.0)
@@ -52,11 +54,11 @@ class Use(NamedTuple):
 
 
 def lookups_of(share: Array, stands_for: Array, most: float, lookups: float) -> Array:
-    """Lookups in a batch of rows that are used by a `share` of the batches, float64 (K,), each of which `stands_for`
-    several, where the uses of all batches count as `most`. `lookups`: in a batch, of all rows.
+    """Lookups in a batch of each of the rows that are used by a `share` of the batches, float64 (K,), and represent
+    `stands_for` rows each; a row that all batches use has the score `most`. `lookups`: in a batch, of all rows.
 
-    A batch uses a row once, however often it looks the row up. Of a row that half of the batches use it is known how
-    often that is, if lookups come at random; of those that every batch uses only what they have together.
+    A batch counts as one use of a row, however often it looks the row up. If lookups are random, the share of batches
+    that use a row tells how often it is looked up, unless all batches use it: of such rows only the sum is known.
     """
     always = share > 1.0 - 0.5 / most
     found = np.zeros(len(share))
@@ -68,21 +70,21 @@ def lookups_of(share: Array, stands_for: Array, most: float, lookups: float) -> 
 
 
 def use_of(group: Group, batches: int) -> Use | None:
-    """What is known of the use of a group's rows, but for those of resident tables, which never leave; None where
-    scores are no counts of uses. `batches`: since the last look, where all were counted; those that look up in this
-    group may be fewer. Changes nothing. Synchronises with a GPU."""
+    """The use of a group's rows, without those of resident tables, which are never evicted; None if scores are not
+    counts of uses. `batches`: since the last estimate, those of all groups; fewer of them may look up in this
+    group. Changes nothing. Synchronises with a GPU."""
     cache, space = group.cache, group.space
     scoring, before = cache.scoring, cache.looked_at
     if not scoring.counts_uses:
         return None
-    with cache.whole():  # no row moves meanwhile, and nobody closes the storage
+    with cache.whole():  # until then no row moves, and the storage stays open
         counted = cache.stats()
         time, scores, rows_each = _sampled(group)
     score, of_each = _distinct(scores, rows_each, scoring)
     own = counted.batches - before.batches
     most = scoring.most_uses(max(1, time))
     share = np.minimum(scoring.uses(score, time) / most, 1.0)
-    # a GPU scores no rows of resident tables, whose lookups are counted: what the others have together is not known
+    # a GPU counts lookups of resident tables, but does not score their rows: the sum for the others is not known
     per_batch = 0.0 if group.resident else (counted.lookups - before.lookups) / max(1, own)
     lookups = lookups_of(share, of_each, most, per_batch)
     fixed, often = sum(rows for _, rows in group.resident_ranges), min(1.0, own / max(1, batches))
@@ -103,8 +105,9 @@ def _sampled(group: Group) -> tuple[int, Array, Array]:
 
 
 def _cold_sample(group: Group) -> tuple[Array, Array]:
-    """Keys of a sample of the rows that may have been written, int64 (K,), without those of resident tables, and for
-    how many rows each stands. Pages that nobody has written are not read, as a full disk may have none for them."""
+    """Keys of a sample of the rows that may have been written, int64 (K,), without those of resident tables, and how
+    many rows each represents. Pages that were never written are not read, as a full disk may have no blocks for
+    them."""
     cold, space, resident = group.cache.cold, group.space, set(group.resident)
     used = list(cold.used_ranges())
     every = max(1, len(used) // MOST_RANGES)
@@ -125,8 +128,8 @@ def _cold_sample(group: Group) -> tuple[Array, Array]:
 
 
 def _distinct(score: Array, stands_for: Array, scoring: Scoring) -> tuple[Array, Array]:
-    """Scores that differ, float64 (K,), descending, and for how many rows each of them stands: those that hardly
-    differ are one, which is their mean."""
+    """Distinct scores, float64 (K,), descending, and how many rows each represents. Scores that are nearly equal are
+    replaced by their mean."""
     score = score.astype(np.int64)
     if not len(score):
         return score.astype(np.float64), stands_for

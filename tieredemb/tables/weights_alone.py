@@ -1,8 +1,8 @@
 """A checkpoint of tables with an optimizer, loaded into tables without one: to serve them, or to evaluate.
 
-Weights and scores are loaded, optimizer state is left. Rows of a dense optimizer lie at different steps in a
-checkpoint: they are brought to those that their tables have taken, rows that were never used as well, where the
-optimizer moves these, as decay of the weights does.
+Weights and scores are loaded, optimizer state is not. Rows of a dense optimizer are at different steps in a
+checkpoint, so they catch up to the steps that their tables have taken; so do rows that were never used, if the
+optimizer changes them, as weight decay does.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ROWS = 1 << 18  # at once
 
 
 class WeightsAlone:
-    """What is taken of the rows of one key space, saved as `entry` says, for the tables of `group`."""
+    """Which part of the rows of one key space, saved in the form that `entry` describes, the tables of `group` load."""
 
     def __init__(self, group: Group, extra: Mapping[str, Any], entry: Space, stored: Stored | None) -> None:
-        """`extra`: what the checkpoint notes beside the rows · `stored`: the history of steps, where it has one. Raises
+        """`extra`: what the checkpoint notes beside the rows · `stored`: the history of steps, or None. Raises
         `CheckpointError`."""
         self._group, self._layout = group, entry.row_layout
         self.optimizer = _optimizer_of(extra, entry)
@@ -43,9 +43,9 @@ class WeightsAlone:
             )
         self._histories = self._parsed("param_groups" in extra, stored)
 
-    def _parsed(self, is_apart: bool, stored: Stored | None) -> tuple[History, ...]:
+    def _parsed(self, is_separate: bool, stored: Stored | None) -> tuple[History, ...]:
         """The history of each table, or one of all; none of an optimizer that is not dense."""
-        like = new_histories(self.optimizer, len(self._group.space) if is_apart else 1)
+        like = new_histories(self.optimizer, len(self._group.space) if is_separate else 1)
         if like is None:
             return ()
         try:
@@ -84,8 +84,8 @@ class WeightsAlone:
         return [(history, np.flatnonzero(table == number)) for number, history in enumerate(self._histories)]
 
     def move_unused(self) -> None:
-        """Writes the rows that were never used where the optimizer has moved them. The caller changes all rows, and has
-        adopted those that were loaded. Raises `StorageFullError`."""
+        """Writes the rows that were never used, if the optimizer has changed them. The caller has the lock to change
+        all rows, and has adopted those that were loaded. Raises `StorageFullError`."""
         space, cold = self._group.space, self._group.cache.cold
         for number in range(len(space)):
             history = self._histories[min(number, len(self._histories) - 1)] if self._histories else None

@@ -1,9 +1,9 @@
-"""The hot cache on a GPU over one key space: the twin of `HostCache`. Over rows that kernels reach, the device says no
-word to the host but in whole-cache calls.
+"""The hot cache on a GPU over one key space: the twin of `HostCache`. Over rows that kernels reach, only whole-cache
+calls wait for the device.
 
-It is composed of a ledger of batches (`ledger`), the slots (`hot_rows`), the launches of plans (`plan`), the way rows
-travel (`transfer`), the order of streams (`stream_order`), and the planner that leads a batch through them (`planner`).
-This file is their face: who may call when, under which locks, and the calls that concern all rows.
+It consists of a ledger of batches (`ledger`), the slots (`hot_rows`), the launches of plans (`plan`), the transfer of
+rows (`transfer`), the order of streams (`stream_order`), and the planner that runs a batch through these (`planner`).
+This file is their interface: what may be called when, under which locks, and the calls that concern all rows.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ LOAD_ROWS = 1 << 20  # rows filled at once by whole-cache calls
 
 
 class NextPlan(NamedTuple):
-    """What the launches of the next plan will depend on but its ids: `lag`, how many batches before it lock their rows
-    · `uncached`: whether rows may be left without a slot · `records`: the address of the table of those, and
-    `overflow`: that of their weights."""
+    """What the launches of the next plan depend on, beside its ids. `lag`: how many batches before it lock their rows ·
+    `uncached`: whether rows may get no slot · `records`: the address of the table of such rows · `overflow`: the
+    address of their weights."""
 
     lag: int
     uncached: bool
@@ -67,11 +67,11 @@ ANY_NUMBER = 1 << 62  # of ids
 
 
 class DeviceCache(Cache):
-    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
-    `slots` less their number on, in that order. `clients`: where several plan by the cache, the first key of each in
-    ascending order, and that after the last; a row is counted for the client that has its key.
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have fixed slots: the last ones, in that
+    order. `clients`: if several share the cache, the first key of each in ascending order, and the key after the last;
+    a row is counted for the client that has its key.
 
-    Calls may come on any stream (see `StreamOrder`). Raises `DeviceMemoryError` where the slots do not fit.
+    Calls may be made on any stream (see `StreamOrder`). Raises `DeviceMemoryError` if the slots do not fit.
     """
 
     def __init__(
@@ -87,41 +87,41 @@ class DeviceCache(Cache):
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, device=device)
         self.on_flush: list[Callable[[], None]] = []
-        self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
-        # of what graphs use while they run: those of plans one after the other, and beside them those that compute
+        self.plan_lock = threading.RLock()  # lookups and updates go on while a plan waits for its storage
+        # memory that graphs use while they run: those of plans, one after another; and beside them those that compute
         self.plan_pool, self.compute_pool = GraphPool(), GraphPool()
         self._recorded: NextPlan | None = None  # the plan that is being recorded
-        self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
+        self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, for `memory_report`
         self._deferred: weakref.WeakSet[DeferredRows] = weakref.WeakSet()
-        self._ledger = Ledger(self._book)
-        self._captured = NOTHING_PLANNED  # what replays do of the step that was captured last
+        self._ledger = Ledger(self._tickets)
+        self._captured = NOTHING_PLANNED  # the effects of a replay of the last captured step
         with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
             cold.attach(device)
             self._order = StreamOrder(device, plans_wait=not cold.device_readable)
-            # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
+            # a plan in place only launches; one that waits for its storage lets lookups and updates go on meanwhile
             self._rows_while_planning = self.lock if cold.device_readable else contextlib.nullcontext()
             self._plan = DevicePlan(self.hot, self.scoring, device, clients)
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
             self.transfer = self._make_transfer()
-            # None where the host alone reaches cold rows
+            # None if only the host reaches cold rows
             self.ranges = KeyRanges(cold, self.hot, self._moves) if cold.device_readable else None
             self._planner = Planner(
-                self.hot, self._plan, self.transfer, self._ledger, self._book, self._order, self._side, self.lock
+                self.hot, self._plan, self.transfer, self._ledger, self._tickets, self._order, self._side, self.lock
             )
             try:
                 self._adopt_scores()
                 self._restart(fresh=cold.volatile)
             except BaseException:
-                self.transfer.drain()  # who has opened the storage closes it now
+                self.transfer.drain()  # the caller that opened the storage closes it now
                 raise
 
     def _make_transfer(self) -> Transfer:
         cold, hot, changes = self.cold, self.hot, self.plan_changes
         if cold.device_readable:
             return InPlace(cold, hot, self._plan, self._moves, side=self._side, changes=changes)
-        from tieredemb.cache.device.staged import Staged  # numba takes a second to import
+        from tieredemb.cache.device.staged import Staged  # importing numba takes a second
 
         return Staged(cold, hot, self._plan, self._moves, order=self._order, rows_lock=self.lock, changes=changes)
 
@@ -137,23 +137,23 @@ class DeviceCache(Cache):
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
     ) -> DeviceTicket:
-        """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
-        locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
-        table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
+        """Fills the rows of `keys` (int64 (N,), in range, negative for ids without a lookup) into slots and locks them;
+        completes `homes` (int32 (N,)), which has −1 for each key, else the slot of a resident table's row or `DROPPED`.
+        Does not synchronise, unless the tier is staged.
 
-        `kind`: how; one that is made ahead over a staged tier need not wait: its transfer is finished by `complete`, or
-        by the next call that would find it pending. `client`: where several share the cache, whose batch it is: a
-        number, or those of all whose ids it has (int32 (K,), on the device, to outlast the plan and its replays).
-        `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside` launches, on the
-        stream that is current when it is called, what needs complete `homes` and may run beside the movement of rows. A
-        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails later leaves
-        the ticket `failed`. Raises `InvalidInputError` for more ids than a plan can number.
+        `kind`: how; a plan ahead over a staged tier does not wait: its transfer is finished by `complete`, or by the
+        next call that would find it pending. `client`: if several share the cache, whose batch it is: one number, or
+        the numbers of all (int32 (K,), on the device, which must outlast the plan and its replays). `given`: an event
+        to wait for before `keys` and `homes` are read. `beside`: launches, on the stream that is current when it is
+        called, work that needs complete `homes` and may run while rows move. A failing storage raises its error and
+        changes no row; the cache stays usable. A transfer that fails later marks the ticket as `failed`. Raises
+        `InvalidInputError` for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
             self._moves.make_ready()
             try:
                 self.complete_last()
-                with self.lock:  # what was released by now was updated by what the stream now waits for
+                with self.lock:  # the stream now waits for the updates of all batches that were released
                     self._check_usable()
                     self.cold.begin_changes()
                     self._order.whole()
@@ -174,7 +174,7 @@ class DeviceCache(Cache):
                     self._order.after_plan()
 
     def _check_capture(self) -> None:
-        """Raises `StorageError` where a plan that fills rows cannot be captured."""
+        """Raises `StorageError` if a plan that fills rows cannot be captured."""
         self._ledger.check_recurring()
         if not self.cold.device_readable:
             raise StorageError(
@@ -183,22 +183,22 @@ class DeviceCache(Cache):
             )
 
     def complete(self, ticket: DeviceTicket) -> bool:
-        """Brings the plan of a ticket to its end, if it has yet to come there; returns False if it failed. Waits for
-        the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
-        if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
+        """Finishes the plan of a ticket, if it is unfinished; returns False if it failed. Waits for the GPU and the
+        storage. Raises `StorageError` if the cache has become unusable."""
+        if not ticket.is_complete:  # else it would wait for another plan's storage
             with self.plan_lock, on_device(self.device):
                 if self._is_unfinished(ticket):
                     self.complete_last()
-                if not (ticket.is_complete or self._is_unfinished(ticket)):  # somebody was interrupted at it
+                if not (ticket.is_complete or self._is_unfinished(ticket)):  # another call was interrupted
                     ticket.is_complete = ticket.failed = True
         return not ticket.failed
 
     def _is_unfinished(self, ticket: DeviceTicket) -> bool:
-        return any(each.batch == ticket.batch for each in self._planner.unfinished)  # it may be a share
+        return any(each.batch == ticket.batch for each in self._planner.unfinished)  # it may be a `TicketShare`
 
     def complete_last(self, moving: int = 1) -> None:
-        """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. `moving`:
-        how many caches do this at the same time, which share the way to cold storage. Waits and raises as `complete`
+        """Finishes plans whose transfers are pending, if any; if that fails, their tickets are marked. `moving`: how
+        many caches do this at the same time, which share the bandwidth to cold storage. Waits and raises as `complete`
         does."""
         if self._planner.is_over:
             return
@@ -210,23 +210,23 @@ class DeviceCache(Cache):
             self._planner.finish_last(usable=not self.suspects.reason, moving=moving)
 
     def run_beside(self, function: Beside) -> torch.cuda.Event:
-        """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
-        done."""
+        """Calls `function` on a side stream, which waits for the work queued on the current one; returns the event
+        after it."""
         with self.plan_lock:
             self._side.mark()
             return self._side.run(function)
 
     def overflow(self, tickets: Sequence[DeviceTicket]) -> OverflowRows:
-        """Where the rows of `tickets` lie now that have no slot."""
+        """Where the rows of `tickets` without a slot are now."""
         last = max(tickets, key=lambda ticket: (ticket.overflow.uncached, ticket.batch))
         return self.transfer.overflow_now(last.overflow)
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
 
     def next_plan(self, ids: int) -> NextPlan | None:
-        """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind; None
-        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned, or gives
-        them back and plans otherwise: another plan may come between then."""
+        """What a plan of as many ids, at least one, would depend on now; None if it is not to be recorded. The current
+        stream waits for the work that the plan has to follow. The caller holds the locks of plans and rows until it has
+        planned, or releases them and plans otherwise, after other plans perhaps."""
         if not self._planner.is_over:
             self.complete_last()
         self._check_usable()
@@ -239,49 +239,49 @@ class DeviceCache(Cache):
         if not self.transfer.may_record():
             return None
         if self._planner.may_lack_slots(ids, locked, uncached=uncached):
-            self.transfer.make_room(min(locked + ids, self.hot.layout.rows))
+            self.transfer.reserve(min(locked + ids, self.hot.layout.rows))
             return NextPlan(lag, True, self._plan.records.table.data_ptr(), self.transfer.overflow(True).weight)
         return NextPlan(lag, False, 0, 0)
 
     @contextlib.contextmanager
     def recording(self, plan: NextPlan, ids: int) -> Iterator[None]:
-        """A plan of `ids` ids is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now,
-        and first of all right behind; where its rows pass through the host, its ticket has the `plan` that the other
-        calls take. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more, as
-        another thread has released a batch."""
+        """Inside, a plan of `ids` ids is captured that may be replayed whenever `next_plan` returns `plan`, as now; the
+        first time directly afterwards. If its rows pass through the host, its ticket has the `plan` that other calls
+        take. The caller holds the locks of plans and rows. Raises `RuntimeError` if another thread has released a
+        batch, so that `plan` no longer holds."""
         host = self.transfer.recording(ids) if self.hot.slots else None
-        with contextlib.ExitStack() as after:  # the last one first; interrupted there, it does the others all the same
+        with contextlib.ExitStack() as after:  # the last first; if one is interrupted, the others run all the same
             after.callback(setattr, self, "_recorded", None)
             after.callback(setattr, self._planner, "recording", None)
-            after.callback(self._order.whole)  # from here, and not from the stream that was captured
+            after.callback(self._order.whole)  # ordered behind this stream, not the captured one
             self._recorded, self._planner.recording = plan, host
             yield
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """What uses rows is captured inside, for replays. The caller holds the lock of rows."""
+        """Inside, work that uses rows is captured. The caller holds the lock of rows."""
         try:
             yield
         finally:
             self._order.compute()  # as above
 
     def is_behind(self, batch: int) -> bool:
-        """Whether a plan that is made now comes, on the device, behind all that was launched for a `batch` that was
-        released. One by a thread of its own comes behind those alone that were released when it was asked for, and
-        finds the rows of the others locked. The caller holds the locks of plans and rows."""
+        """Whether a plan made now runs, on the device, after all launches for a released `batch`. A plan on another
+        thread runs only after batches that were released when it was requested, and finds the rows of others locked.
+        The caller holds the locks of plans and rows."""
         return self._order.is_behind or not self._ledger.is_locked(batch)
 
     def slots_left(self) -> int:
-        """For how many ids a plan leaves no row without a slot, if it is the next one; −1 if rows may be without one in
-        any case. The caller holds the locks of plans and rows."""
+        """For how many ids the next plan surely has slots; −1 if rows may be without a slot in any case. The caller
+        holds the locks of plans and rows."""
         if self.hot.slots == 0:
             return ANY_NUMBER
         _, locked, uncached = self._ledger.next_locks()
         return -1 if uncached else self.hot.slots - locked
 
     def begun(self, ticket: DeviceTicket, recorded: BatchPlan | None) -> None:
-        """The recorded plan of `ticket` was replayed, right behind. Where rows pass through the host, they come with
-        `complete`, as of the plan that was `recorded`."""
+        """Called directly after the recorded plan of `ticket` was replayed. If rows pass through the host, `complete`
+        fills them, as for the plan that was `recorded`."""
         ticket.ready, ticket.kept = self._order.planned(), ()
         if recorded is not None:
             plan = recorded.rebind()
@@ -290,14 +290,14 @@ class DeviceCache(Cache):
             self._order.after_plan()
 
     def apply(self, effects: Effects, ids: int = 0) -> list[DeviceTicket]:
-        """Enters a replay that has these `effects` on the books, before it is launched: its plans count, and lock rows;
-        the flights of its batches open, which are returned. Where the launch never comes, what is left for later moves
-        nothing. `ids`: whose rows each batch locks, where `effects` do not say it. The caller holds the locks of plans
-        and rows."""
+        """Enters a replay with these `effects` in the ledger, before it is launched: counts its plans, locks rows, and
+        opens tickets for its batches, which are returned. If the launch never happens, deferred rows do not move.
+        `ids`: whose rows each batch locks, if `effects` do not say it. The caller holds the locks of plans and
+        rows."""
         first, tickets = self._ledger.count(effects), list[DeviceTicket]()
         for number, homes, overflow, deferred, _ in effects.opens:
             ticket = self._planner.ticket(first + number, homes, overflow, ids)
-            ticket.kept = ()  # it counts where it was planned first
+            ticket.kept = ()  # its memory was counted when it was first planned
             if deferred is not None:
                 self._planner.leave(ticket, deferred.rebind())
             tickets.append(ticket)
@@ -308,13 +308,12 @@ class DeviceCache(Cache):
     def may_replay(
         self, known: Sequence[DeviceTicket] = (), last: int | None = None, effects: Effects = NOTHING_PLANNED
     ) -> bool:
-        """Whether a captured step may be replayed now, or one captured, which is put behind all plans made ahead: its
-        plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
-        slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
-        and rows, until it has replayed."""
+        """Whether a captured step may be replayed now, or a step captured; if so, it follows all plans made ahead. Only
+        the batches `known` may be in flight (see `Ledger.may_replay`), without rows under records of a smaller table.
+        Finishes the transfers of other batches. The caller holds the locks of plans and rows until it has replayed."""
         self._planner.end_capture()
         for ticket, plan in self._planner.unfinished.items():
-            if ticket not in known or plan.phase is not plan.left_at:  # or what was to fill its rows was interrupted
+            if ticket not in known or plan.phase is not plan.left_at:  # or the transfer of its rows was interrupted
                 self.complete_last()
                 break
         self._check_usable()
@@ -327,9 +326,9 @@ class DeviceCache(Cache):
 
     @contextlib.contextmanager
     def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[None]:
-        """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What it fills has arrived with the first replay, which
-        `end_capture` enters."""
+        """Inside, a step is captured while the batches `known` are in flight; it releases some of them, and plans
+        others that stay in flight. Each replay finds as many. Rows that it fills have arrived with the first replay,
+        which `end_capture` enters."""
         with self.whole():
             self._planner.begin_capture()
             self._ledger.begin_capture(ticket.batch for ticket in known)
@@ -341,13 +340,13 @@ class DeviceCache(Cache):
                 self._order.joined()
 
     def end_capture(self, opened: Sequence[DeviceTicket]) -> Effects:
-        """A captured step has run a first time, as its capture is on the books, and has left the batches `opened` in
-        flight. Returns what each replay does."""
+        """Called when a captured step was replayed for the first time, with the batches `opened` left in flight. The
+        capture is in the ledger as this replay. Returns the effects of each replay."""
         with self.plan_lock, self.lock:
             first = self._ledger.last - self._captured.plans
             left = [ticket for ticket in self._planner.unfinished if ticket.batch <= first]
             self._planner.end_capture(ran=True)
-            self._ledger.count(NOTHING_PLANNED)  # what was counted in the capture
+            self._ledger.count(NOTHING_PLANNED)  # so that plans counted in the capture count as eager
             return replace(
                 self._captured,
                 opens=tuple(
@@ -358,22 +357,21 @@ class DeviceCache(Cache):
             )
 
     def abort_capture(self) -> None:
-        """What a captured step would have filled is pending still."""
+        """Rows that the aborted step would have filled stay pending."""
         with self.plan_lock, self.lock:
             self._planner.end_capture()
 
     def outgrew(self, effects: Effects) -> bool:
-        """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
+        """Whether the table of rows without a slot has grown since the capture, so that the step has to be captured
         anew."""
         return effects.records != self._plan.records.table.data_ptr()
 
-    # --- rows that are left for later, by the steps that are captured -----------------------------------------------
+    # --- deferred rows, of captured steps ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def defer_rows(self, deferred: DeferredRows) -> Iterator[None]:
-        """Plans made inside, of one batch, leave what they have missed to `deferred`, where rows move by launches
-        alone. It comes with `complete_last`, or the next call that would find it missing. The caller holds the lock of
-        plans."""
+        """Inside, plans of one batch leave missed rows to `deferred`, if rows move by launches alone. `complete_last`
+        fills them, or the next call that would find them missing. The caller holds the lock of plans."""
         self._deferred.add(deferred)
         deferred.begin()
         with contextlib.ExitStack() as after:
@@ -382,22 +380,22 @@ class DeviceCache(Cache):
             yield
 
     def place_last(self) -> None:
-        """Gives slots to what the last plan has missed, if that was deferred: its rows may come from here on."""
+        """Gives slots to the missed rows of the last plan, if they were deferred: from here on they may be filled."""
         with self.plan_lock, on_device(self.device):
             self._planner.place_last()
 
     def publish_last(self) -> None:
-        """Behind `place_last`: does what has to come before the next plan, and may come beside the rows."""
+        """After `place_last`: publishes the slots, before the next plan; it may run beside the filling of rows."""
         with self.plan_lock, on_device(self.device):
             self._planner.publish_last()
 
     @property
     def unfinished(self) -> int:
-        """How many batches there are whose rows have yet to come."""
+        """How many batches have rows that are not filled yet."""
         return len(self._planner.unfinished)
 
     def rows_arrived(self, tickets: Sequence[DeviceTicket]) -> None:
-        """A replay has filled what `tickets` had left for later."""
+        """Called when a replay has filled the deferred rows of `tickets`."""
         with self.plan_lock, self.lock:
             self._planner.rows_arrived(tickets)
 
@@ -405,9 +403,9 @@ class DeviceCache(Cache):
 
     @contextlib.contextmanager
     def entered(self, *, checked: bool = False, changes: bool = True) -> Iterator[None]:
-        """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued.
-        `checked`: for a part of a call that was checked as a whole, such as a change that is under way · `changes`:
-        whether to count that rows may have other weights afterwards (`rows_version`)."""
+        """Holds the cache for one call: its locks and its device; the current stream waits for what others have queued.
+        `checked`: whether a larger call was checked already, as while rows change · `changes`: whether weights may
+        differ afterwards (`rows_version`)."""
         with self.whole(), on_device(self.device):
             if not checked:
                 self._begin_call()
@@ -421,8 +419,8 @@ class DeviceCache(Cache):
 
     @contextlib.contextmanager
     def using(self, *tickets: DeviceTicket) -> Iterator[None]:
-        """Holds the cache for a call that looks up or updates the rows of `tickets` alone: it does not wait for plans
-        that were made ahead for others."""
+        """Holds the cache for a call that looks up or updates only the rows of `tickets`: it does not wait for plans
+        made ahead of other batches."""
         with self.lock, on_device(self.device):
             self.check_rows()
             self._order.compute()
@@ -437,17 +435,17 @@ class DeviceCache(Cache):
 
     @contextlib.contextmanager
     def in_place(self, ranges: KeyRanges, first: int, rows: int) -> Iterator[tuple[torch.Tensor, OverflowRows]]:
-        """Holds the cache for a call that reads or updates the rows of consecutive keys, those from `first` on, where
-        they are; no row moves. Yields their homes, int32 (`rows`,), and where rows without a slot are. `ranges`: its
-        own. Does not synchronise."""
+        """Holds the cache for a call that reads or updates the rows of `rows` consecutive keys from `first` on, in
+        place; no row moves. Yields their homes, int32 (`rows`,), and where rows without a slot are. `ranges`: of this
+        cache. Does not synchronise."""
         with self.entered(changes=False):
             self._moves.make_ready()
             self.cold.begin_changes()
             yield ranges.find(first, rows)
 
     def hold(self) -> tuple[Hold, torch.cuda.Event]:
-        """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
-        event's stream is through with."""
+        """For a plan ahead on another thread: keeps the rows of batches in flight locked, so that only rows move whose
+        use is over before the returned event."""
         with self.lock, on_device(self.device):
             return self._ledger.hold(), self._order.queued()
 
@@ -465,7 +463,7 @@ class DeviceCache(Cache):
                     held.release()
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
-        """Tensors made inside outlast the plan that is made ahead in them; see `StreamOrder`."""
+        """Tensors made inside outlast the plans made ahead in them; see `StreamOrder`."""
         return self._order.memory()
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
@@ -477,7 +475,7 @@ class DeviceCache(Cache):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch, _ = self._plan.time_and_used()  # that of all replays, which the host does not count
+                metadata.batch, _ = self._plan.time_and_used()  # includes replays, which the host does not count
                 metadata.policy = self.scoring.name
                 self._write_back()
 
@@ -499,17 +497,17 @@ class DeviceCache(Cache):
         return keys[order].numpy(), bits.reshape(-1, self.cold.layout.columns), state[order].numpy().view(np.uint32)
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
-        self.complete_last()  # of a batch that was dropped: its victims are not to be written behind the call
+        self.complete_last()  # else the victims of a dropped batch would be written after the call
         super().check_loadable(parts)
-        self.transfer.drain()  # the rows of the storage may be about to be replaced
+        self.transfer.drain()  # rows of the storage may be replaced next
 
     def _begin_call(self) -> None:
         self.complete_last()
         super()._begin_call()
 
     def drop_slots(self, missed: Missed) -> None:
-        """After a plan whose `missed` rows may not have arrived in the slots that are theirs already: such slots are
-        emptied, and all others written back. The cache begins anew, without rows. Synchronises."""
+        """After a plan whose `missed` rows own slots that they may not have reached: empties these slots, and writes
+        all others back. The cache is empty then. Synchronises."""
         with self.entered(checked=True):
             synchronize(self.device)
             others = [each for each in self._planner.missed_deferred() if each is not missed and not each.is_over]
@@ -525,7 +523,7 @@ class DeviceCache(Cache):
             self._restart(fresh=False)
 
     def _write_back(self) -> None:
-        """All dirty rows, and the scores of the cached ones. Synchronises."""
+        """Writes back all dirty rows, and the scores of cached rows. Synchronises."""
         self.transfer.write_back(0, self.hot.slots, None)
         for first_key, first_slot, rows in self.hot.resident:
             self.transfer.write_back(first_slot, rows, first_key)
@@ -544,10 +542,10 @@ class DeviceCache(Cache):
 
     def sample_scores(self, most: int, keys: Array) -> ScoreSample:
         with self.entered(changes=False):
-            time, slots = self._plan.time_and_used()  # replays counted, of which the host does not know
+            time, slots = self._plan.time_and_used()  # includes replays, which the host does not count
             score = self.hot.score[: slots : max(1, -(-slots // most))]
             found = self.hot.find(torch.from_numpy(keys).to(self.device))
-            words = torch.cat([score, found]).cpu().numpy()  # waits for what writes to cold storage, too
+            words = torch.cat([score, found]).cpu().numpy()  # also waits for writes to cold storage
             return ScoreSample(
                 time=time,
                 score=words[: len(score)].view(np.uint32),
@@ -582,7 +580,7 @@ class DeviceCache(Cache):
             self._restart(fresh=False)
 
     def _restart(self, *, fresh: bool) -> None:
-        """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
+        """Empties the slots, and fills those of resident tables; if `fresh`, no row was ever written."""
         synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
         self._planner.forget()
@@ -604,8 +602,8 @@ class DeviceCache(Cache):
             self._load(span + first_key, (span + first_slot).to(torch.int32))
 
     def _load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
-        """Brings cold rows into slots that are theirs. A row never written is generated, and stays clean in the slot
-        of a resident table, whose score is never written back."""
+        """Fills slots, which belong to these keys, with cold rows. A row never written is generated; it stays clean in
+        the slot of a resident table, whose score is never written back."""
         self.transfer.load(keys, slots)
         resident = slots[slots >= self.hot.slots].long()
         self.hot.dirty[resident] = 0
@@ -613,7 +611,7 @@ class DeviceCache(Cache):
 
     def stats(self, client: int | None = None) -> CacheStats:
         with self.whole(), on_device(self.device):
-            if not self._planner.has_deferred_alone:  # those are for a captured step to fill, and counted then
+            if not self._planner.has_deferred_alone:  # a captured step fills and counts deferred rows
                 self.complete_last()
             super()._begin_call()
             self._order.whole()
@@ -636,7 +634,7 @@ class DeviceCache(Cache):
 
     def memory_report(self) -> dict[str, Any]:
         with self.lock:
-            batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
+            batch = {"plans": self._tickets.size_bytes() + self._plan.size_bytes()}
             batch["records"] = self._plan.records.size_bytes()
             batch["recorded"] = sum(each.size_bytes() for each in self.recorded)
             batch["deferred"] = sum(each.size_bytes() for each in self._deferred)

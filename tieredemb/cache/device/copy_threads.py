@@ -1,9 +1,8 @@
 """Threads that copy rows between cold storage and buffers, and never return to the interpreter.
 
-A row is 500 random bytes in a page of its own: many threads are wanted for some tenths of a millisecond, again and
-again, while other threads hold the interpreter. To hand ranges to Python's threads took longer than to copy the rows;
-here a job costs one system call a thread, and rows are claimed in chunks, so that nobody waits long for a thread that
-lost its core.
+A row is some 500 bytes at a random address: many threads are needed for some tenths of a millisecond, again and again,
+while other threads hold the interpreter. To hand ranges to Python's threads took longer than to copy the rows; here a
+job costs one system call a thread. Rows are claimed in chunks, so that a thread that lost its core delays little.
 """
 
 from __future__ import annotations
@@ -46,31 +45,30 @@ from tieredemb.kernels.parallel_cpu import num_threads
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-MOST_LOOKS = LOOKS + 100  # for a report, before the GPU is asked whether it has failed: some milliseconds
+MOST_LOOKS = LOOKS + 100  # at a report, before the GPU is queried for an error: some milliseconds
 _NUMBERS = itertools.count(1)  # of jobs
 
 
 class MissReport(NamedTuple):
-    """What a GPU reports to the host of the rows that a plan misses. `words`: int64 in pinned memory, the number of
-    missed rows, two words more, then `number`, and then the missed keys; the GPU writes `number` last, and it differs
-    from that of every earlier report · `event`: comes after the report, and after the rows that leave were sent to the
-    host."""
+    """A GPU's report to the host about the missed rows of a plan. `words`: int64 in pinned memory: the number of missed
+    rows, two more words, then `number`, and then the missed keys; the GPU writes `number` last, and it differs from
+    that of every earlier report · `event`: after the report, and after the victims' rows were sent to the host."""
 
     words: torch.Tensor
     number: int
     event: torch.cuda.Event
 
     def keys(self, rows: int) -> torch.Tensor:
-        """The places of up to `rows` keys."""
+        """The words of up to `rows` keys."""
         return self.words[REPORT_WORDS : REPORT_WORDS + rows]
 
     @property
     def is_there(self) -> bool:
-        """Whether it is there, or a later one."""
+        """Whether it has arrived, or a later one."""
         return int(self.words[REPORT_NUMBER]) >= self.number
 
     def wait(self) -> None:
-        """Returns once it is there, which may be before its event. Raises what the GPU has failed with."""
+        """Returns once it has arrived, perhaps before its event. Raises if the GPU has failed."""
         while not report_is_there(self.words.data_ptr(), self.number, MOST_LOOKS):
             self.event.query()
 
@@ -82,8 +80,8 @@ class CopyJob:
     `dirty`, uint8 (K,), they are scattered to cold storage. All of it is contiguous and in host memory; see
     `RowCopies`.
 
-    `report`: names the first of the keys, and how many they are; the job begins when the report is there, and copies
-    nothing if there are more than K · `is_done`: whether all of its rows were copied · `number`: tells jobs apart."""
+    `report`: contains the keys and their number; the job begins when the report arrives, and copies nothing if there
+    are more than K · `is_done`: whether all of its rows were copied · `number`: unique."""
 
     keys: torch.Tensor
     weights: Array
@@ -96,7 +94,7 @@ class CopyJob:
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def words(self, helpers: int) -> tuple[int, ...]:
-        """The job as `job_work` and `jobs_watch` read it. `helpers`: threads that may be woken up for it."""
+        """The job as `job_work` and `jobs_watch` read it. `helpers`: how many threads may be woken up for it."""
         sizes = (self.weights.shape[1] * self.weights.itemsize, self.states.shape[1] * self.states.itemsize)
         buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
         cold = (self.weights.ctypes.data, self.states.ctypes.data)
@@ -105,36 +103,36 @@ class CopyJob:
 
 
 class _Beginning:
-    """Lives as long as the call that puts a job on the board, however that ends."""
+    """Lives as long as the call that posts a job on the board, however that ends."""
 
 
 class CopyThreads:
-    """The threads of a process that copy rows, one job at a time, behind which one that waits for its report may come.
-    With `alone` there are none: the calling thread copies all rows."""
+    """The threads of a process that copy rows, one job at a time; a second job may wait for its report. With `alone`
+    there are no threads: the caller copies all rows."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._lock = threading.RLock()
         self._beginning: weakref.ref[_Beginning] | None = None
         self._helpers = 0
-        # those under way, of which the last may wait: what they read and write is not to be freed
+        # the current jobs, of which the last may wait: their memory must not be freed
         self._job: CopyJob | None = None
         self._before: CopyJob | None = None
         self._watches = False  # whether there is a thread that waits for reports
         self._memory = np.zeros((END + LINE) // 8, np.int64)
-        if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
+        if not alone:  # threads sleep there until the process ends, longer than Python's objects live
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
         self._words, self._waiting_words = self._at(JOB), self._at(WAITING)
-        # without semaphores that lie in memory (macOS) one thread copies all
+        # without semaphores in memory (macOS) one thread copies all
         init = ctypes.CDLL(None).sem_init
         sleeps = all([init(ctypes.c_void_p(self._board + place), 0, 0) == 0 for place in (SLEEP, WATCH)])  # noqa: C419
         self._most = sys.maxsize if sleeps and not alone else 0
 
     def begin(self, job: CopyJob) -> None:
-        """Starts a job, after the one before has finished. Returns once other threads work on it, or with all of it
-        done; `finish` waits for the rest."""
+        """Starts a job, after the last one has finished. Returns once other threads work on it, or it is done; `finish`
+        waits for the rest."""
         with self._lock:
-            if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
+            if self._is_beginning:  # a finaliser runs during this call, on the same thread
                 other = CopyThreads(alone=True)
                 other.begin(job)
                 return
@@ -142,16 +140,16 @@ class CopyThreads:
             here = _Beginning()
             self._beginning = weakref.ref(here)
             try:
-                helpers = self._put_up(job)
+                helpers = self._post(job)
             finally:
                 self._beginning = None
             if helpers == 0:
                 self._finish()
 
     def begin_when_reported(self, job: CopyJob) -> bool:
-        """Returns at once. Other threads start the job as soon as its report is there and the job under way is done,
-        unless another job is begun before. False, with nothing begun, where no thread can wait for a report, or a job
-        is under way whose report has yet to come."""
+        """Returns at once. Other threads start the job once its report has arrived and the current job is done, unless
+        another job is begun before. Returns False, with nothing begun, if no thread can wait for a report, or the
+        current job still waits for its own."""
         with self._lock:
             if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
                 return False
@@ -160,7 +158,7 @@ class CopyThreads:
             here = _Beginning()
             self._beginning = weakref.ref(here)
             try:
-                helpers = self._staff(min(job.keys.shape[0] // CHUNK, _most_helpers(), self._most))
+                helpers = self._ensure_helpers(min(job.keys.shape[0] // CHUNK, _most_helpers(), self._most))
                 self._waiting_words[:] = job.words(helpers)
                 self._before, self._job = self._job, job
                 job_await(self._board)
@@ -169,25 +167,25 @@ class CopyThreads:
             return True
 
     def finish(self) -> None:
-        """Returns once no job is under way. A job whose report has yet to come is aborted."""
+        """Returns once no job is left. A job whose report has not arrived is aborted."""
         with self._lock:
-            if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are copied at once
+            if not self._is_beginning:  # else it is called by a finaliser, whose own rows are copied at once
                 self._finish()
 
     @property
     def _is_beginning(self) -> bool:
-        """Whether a job is being put on the board, by a call that has come no further."""
+        """Whether a call is posting a job on the board."""
         return self._beginning is not None and self._beginning() is not None
 
     def _finish(self) -> None:
-        """Ends what is under way. A job whose report has yet to come is aborted: the next caller waits for no GPU."""
+        """Ends the current jobs. A job whose report has not arrived is aborted: the caller never waits for a GPU."""
         job, before = self._job, self._before
         if job is None:
             return
         if _is_awaited(job):
             job_abort(self._board)
         opened = job_finish(self._board)
-        # a finaliser in the middle of it may have ended it, with jobs of its own behind
+        # a finaliser may have ended it meanwhile, and run jobs of its own
         job.is_done = job.is_done or opened == job.number
         if self._job is job:
             self._job = None
@@ -195,16 +193,16 @@ class CopyThreads:
             self._before = None
 
     def _at(self, place: int) -> Array:
-        """The words of a job that lie there on the board."""
+        """The words of a job at this place on the board."""
         first = (self._board + place - self._memory.ctypes.data) // 8
         return self._memory[first : first + JOB_WORDS]
 
-    def _put_up(self, job: CopyJob) -> int:
-        """Puts a job on the board; returns how many threads were woken up for it."""
+    def _post(self, job: CopyJob) -> int:
+        """Posts a job on the board; returns how many threads were woken up for it."""
         n = job.keys.shape[0]
         if n == 0:
             return 0
-        helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, _most_helpers(), self._most))
+        helpers = self._ensure_helpers(0 if n <= ALONE else min(n // CHUNK, _most_helpers(), self._most))
         self._words[:] = job.words(helpers)
         self._job = job
         job_begin(self._board, helpers)
@@ -222,10 +220,10 @@ class CopyThreads:
         serves.compile("void(int64)")
         threading.Thread(target=serves, args=(self._board,), name=name, daemon=True).start()
 
-    def _staff(self, wanted: int) -> int:
-        """How many threads help, of those wanted."""
+    def _ensure_helpers(self, wanted: int) -> int:
+        """Starts threads up to `wanted`; returns how many of these there are."""
         if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
-            with contextlib.suppress(RuntimeError):  # no more threads: those that there are do it, or this one
+            with contextlib.suppress(RuntimeError):  # no more threads: the present ones do it, or this one
                 while self._helpers < wanted:
                     self._start(jobs_serve, "tieredemb-copy")
                     self._helpers += 1
@@ -233,14 +231,14 @@ class CopyThreads:
 
 
 def _most_helpers() -> int:
-    """How many threads may help the one that leads a job. Cores are left to those that compute and launch meanwhile: of
-    16, a step beside 7 or 9 of them took a tenth less than beside 15 (H200's host)."""
+    """How many threads may help the one that leads a job. Cores are left for threads that compute and launch: of 16, a
+    step beside 7 or 9 helpers took a tenth less than beside 15 (H200's host)."""
     threads = num_threads()
     return threads - 1 - 3 * threads // 8
 
 
 def _is_awaited(job: CopyJob | None) -> bool:
-    """Whether the job's report has yet to come. That of a GPU that has failed never will."""
+    """Whether the job still waits for its report, which never arrives from a GPU that has failed."""
     return job is not None and job.report is not None and not job.report.is_there
 
 
@@ -248,6 +246,6 @@ _THREADS: dict[int, CopyThreads] = {}  # by process: a fork leaves the threads b
 
 
 def copy_threads() -> CopyThreads:
-    """Those of this process."""
+    """The copy threads of this process."""
     found = _THREADS.get(os.getpid())
     return _THREADS.setdefault(os.getpid(), CopyThreads()) if found is None else found

@@ -33,14 +33,14 @@ END = WATCH + SEMAPHORE_BYTES
 JOB_WORDS = 13
 CHUNK = 64  # rows claimed at once: some 10 microseconds
 ALONE = 512  # rows that one thread has moved before another has woken up
-AHEAD = 8  # rows asked for before they are moved
+AHEAD = 8  # rows that are prefetched before they are moved
 LOOKS, NAP = 64, 20  # how often a thread looks for a report without a break, and microseconds between further looks
 LINE = 64
 
 
 @jit
 def row_copy(target: int, source: int, size: int) -> None:
-    """Copies whole cache lines past the caches: to ask memory first for what is overwritten took a fifth of the time
+    """Copies whole cache lines past the caches: to read memory that is overwritten took a fifth of the time
     (H200's host, 15 threads)."""
     if (size | target) % LINE != 0:
         copy_bytes(target, source, size)
@@ -72,7 +72,7 @@ def rows_scatter(
     lo: int, hi: int, keys: int, weights: int, states: int, row: int, state: int, of: int, of_state: int, dirty: int
 ) -> None:
     """Copies rows lo … hi - 1 of `of` and `of_state` to the rows keys[lo:hi]; of a row that is not dirty the score. A
-    state comes after its weights: a row is written once it has a score."""
+    state is written after its weights: a row counts as written once it has a score."""
     for i in range(lo, hi):
         if i + AHEAD < hi:
             key = load_long(keys + 8 * (i + AHEAD))
@@ -120,7 +120,7 @@ def jobs_serve(board: int) -> None:
 
 @jit
 def others_wake(board: int) -> None:
-    """Wakes up the threads that are yet to be woken up."""
+    """Wakes up the threads that are still to be woken up."""
     if atomic_load(board + TO_WAKE) != 0:
         for _ in range(atomic_exchange(board + TO_WAKE, 0)):
             semaphore_post(board + SLEEP)
@@ -160,8 +160,8 @@ def job_abort(board: int) -> None:
 
 @jit
 def report_is_there(report: int, number: int, looks: int) -> bool:
-    """Whether the report of that number, or a later one, is there. Looks for it `looks` times at most, and naps between
-    those beyond the first."""
+    """Whether the report of that number, or a later one, has arrived. Checks at most `looks` times, and sleeps between
+    later checks."""
     for look in range(looks):
         if atomic_load(report + 8 * REPORT_NUMBER) >= number:
             return True
@@ -197,8 +197,8 @@ def jobs_watch(board: int) -> None:
 
 @jit
 def job_close(board: int) -> None:
-    """Works on the job, if one is open, until all of it is done, and closes it. Every thread that had come to the job
-    has then copied the rows that it claimed, and left; a thread that comes late finds no job."""
+    """Works on the job, if one is open, until all of it is done, and closes it. Then every thread that had begun the
+    job has copied its claimed rows, and left; a late thread finds no job."""
     if atomic_load(board + OPEN) == 0:
         return
     job_work(board)
@@ -210,8 +210,8 @@ def job_close(board: int) -> None:
 
 @jit
 def job_finish(board: int) -> int:
-    """Ends the wait for a report that is there, or was aborted, and the job that is open; returns the number of the
-    job that was opened last."""
+    """Ends the wait for a report that has arrived, or was aborted, and the open job; returns the number of the job that
+    was opened last."""
     while atomic_load(board + AWAITED) != 0:
         yield_core()
     job_close(board)

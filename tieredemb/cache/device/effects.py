@@ -1,5 +1,5 @@
-"""What plans do to the books of a cache, as data. `DeviceCache.apply` enters it for each replay, of a recorded plan or
-of a captured step."""
+"""What plans enter in the ledger of a cache, as data. `DeviceCache.apply` enters it for each replay, of a recorded plan
+or of a captured step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tieredemb.cache.tickets import Locked
 
 
 class Opened(NamedTuple):
-    """A batch that a replay leaves in flight, planned to where an earlier one was. `number`: counted from the last
-    batch before · `homes`, `overflow`: see `DeviceTicket` · `deferred`: its plan, where that leaves rows for later, and
-    `arrives`: whether these come in the same replay."""
+    """A batch that a replay leaves in flight, planned into the memory of an earlier one. `number`: counted from the
+    last batch before · `homes`, `overflow`: see `DeviceTicket` · `deferred`: its plan, if that defers rows · `arrives`:
+    whether the same replay fills these."""
 
     number: int
     homes: torch.Tensor
@@ -26,13 +26,13 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class Effects:
-    """What plans that are launched or replayed as one do to the books, and what a replay relies on. `plans`: how many
-    batches they plan · `opens`: those that a replay leaves in flight · `locked`: what the batches lock, counted from
-    the last one before, where that is not entered with their tickets · `fills`: whether a replay fills all rows that
-    were left for it.
+    """What plans that are launched or replayed as one enter in the ledger, and what a replay relies on. `plans`: how
+    many batches they plan · `opens`: the batches that a replay leaves in flight · `locked`: what the batches lock,
+    counted from the last one before, if their tickets do not enter it · `fills`: whether a replay fills all deferred
+    rows.
 
-    `distance`: of the last batch before from the oldest one in flight at the capture, and `before`: the ids that were
-    locked then · `records`: address of the table of rows without a slot, which batches in flight have to share."""
+    `distance`: from the oldest batch in flight at the capture to the last batch before, and `before`: the ids locked
+    then · `records`: address of the table of rows without a slot, which batches in flight must share."""
 
     plans: int = 0
     opens: tuple[Opened, ...] = ()

@@ -65,7 +65,7 @@ class DeviceHotRows:
             self.cells = torch.zeros((cells, 2), dtype=torch.int64, device=device)
         except torch.cuda.OutOfMemoryError as error:
             self.__dict__.clear()
-            error.__traceback__ = None  # its frames hold what was allocated
+            error.__traceback__ = None  # its frames reference what was allocated
             raise DeviceMemoryError(_out_of_memory(layout, rows, device)) from None
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Cold rows that kernels read and write where they are: no word to the host, whole steps fit a CUDA graph."""
+"""Cold rows that kernels read and write in place: nothing waits for the host, and whole steps fit a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tieredemb.storage.base import ColdRows
 
 
 class InPlace(Transfer):
-    """Cold rows that kernels read and write where they are. Nothing synchronises: `start` launches all phases, and
-    nothing is left to be done later. Rows without a slot stay in cold storage for as long as a ticket uses them.
+    """Cold rows that kernels read and write in place. Nothing synchronises: `start` launches all phases. Rows without a
+    slot stay in cold storage as long as a ticket uses them.
 
-    What needs homes but no rows runs beside the movement of rows, on a stream of its own.
+    Work that needs homes but no rows runs on a side stream while rows move.
     """
 
     can_defer = True
@@ -38,7 +38,7 @@ class InPlace(Transfer):
         side: SideStream,
         changes: IntentLog,
     ) -> None:
-        """`changes`: those of plans."""
+        """`changes`: the log of plans."""
         self._hot = hot
         self._plan = plan
         self._moves = moves
@@ -50,7 +50,7 @@ class InPlace(Transfer):
         records = self._plan.records.table
         return OverflowRows(uncached, self._weight, self._state, records, records)
 
-    def make_room(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
         self._plan.records.reserve(rows)
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class InPlace(Transfer):
         with slots_change_hands(self._changes, plan.missed):
             self._plan.place(plan.missed, lag=plan.lag)
             if plan.beside:
-                # in a graph beside the lookup, too, as events cost the host nothing there
+                # in a graph, where events are free for the host, also beside the lookup
                 outlasts = torch.cuda.is_current_stream_capturing() and not plan.kind.ahead
                 self._side.mark()
                 done = self._side.run(functools.partial(self._publish, plan, None if outlasts else plan.beside))
@@ -88,7 +88,7 @@ class InPlace(Transfer):
                 self._side.mark()
                 plan.side_done = self._side.run(plan.beside)
             plan.phase = Phase.PUBLISHED
-        if plan.left_at is Phase.PUBLISHED:  # `move` may be another capture's
+        if plan.left_at is Phase.PUBLISHED:  # `move` may be in another capture
             self._wait_for_side(plan)
 
     def move(self, plan: BatchPlan) -> None:
@@ -100,7 +100,7 @@ class InPlace(Transfer):
         plan.phase = Phase.MOVED
 
     def _publish(self, plan: BatchPlan, beside: Beside | None = None) -> None:
-        self._plan.settle(plan.homes, plan.missed, self.overflow(plan.uncached), PUBLISH)
+        self._plan.resolve(plan.homes, plan.missed, self.overflow(plan.uncached), PUBLISH)
         if beside:
             beside()
 

@@ -1,10 +1,10 @@
-// Rows of consecutive keys, found where they are: in slots, or in cold storage that kernels reach.
+// Finds rows of consecutive keys: in slots, or in cold storage that kernels can read.
 #include "common.cuh"
 #include "slot_map.cuh"
 
 // Finds the homes of the n keys from `first` on. Row i is in a slot, or has home −2 − i, and records[i] names its key.
-// Where `untouched` is given, it says of each row whether it was never written, and `some`, which comes as zero, counts
-// those. `stride`: words of a cold state, which ends with the score.
+// If `untouched` is given, it is set for each row to whether it was never written, and `some`, zero at the start,
+// counts those. `stride`: words of a cold state, which ends with the score.
 extern "C" __global__ void range_find(const Cell *cells, i64 n_cells, i64 first, i64 n, int *homes, Record *records,
                                       const word_t *cold_state, i64 stride, unsigned char *untouched, int *some) {
     wait_for_prior_kernel();
@@ -20,7 +20,7 @@ extern "C" __global__ void range_find(const Cell *cells, i64 n_cells, i64 first,
     }
 }
 
-// Gives the untouched rows, which were generated, the lowest score: from here on they count as written.
+// Gives the untouched rows, which were generated, the lowest score: from then on they count as written.
 extern "C" __global__ void range_begin(i64 first, i64 n, const unsigned char *untouched, word_t *cold_state,
                                        i64 stride) {
     wait_for_prior_kernel();

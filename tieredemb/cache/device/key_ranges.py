@@ -1,7 +1,7 @@
-"""Rows of consecutive keys, found where they are: in slots, or in cold storage that kernels reach. No row moves.
+"""Finds rows of consecutive keys in place: in slots, or in cold storage that kernels reach. No row moves.
 
-What reads or updates them is no batch: one launch finds the rows, nobody gets a slot or leaves one, and no use is
-counted. Over staged tiers such rows are planned instead.
+Their reads and updates are not batches: one launch finds the rows, no slot changes hands, and no use is counted. Over
+staged tiers such rows are planned instead.
 """
 
 from __future__ import annotations

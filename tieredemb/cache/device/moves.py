@@ -1,5 +1,4 @@
-"""The launches that move rows into slots and out of them, wherever the other end is. Nothing here waits for the
-device."""
+"""The launches that move rows into slots and out of them. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from tieredemb.storage.initial import InitialRows
 
 MOVE = "cache/device/transfer.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024
-# of 1,024 threads saturate PCIe both ways beside other kernels: 16 are a little faster for short rows and slower for
-# long ones, 12 the other way round, and 20 keep a plan's blocks from meeting. Caches that move rows at the same time
-# share them, as far as each still has a few: one may move far more rows than the others
+# blocks of 1,024 threads saturate PCIe both ways beside other kernels: 16 are a little faster for short rows and slower
+# for long ones, 12 the other way round, and with 20 a plan's blocks cannot all be resident. Caches that move rows at
+# the same time share the blocks, but each gets a few: one may move far more rows than the others
 SWAP_BLOCKS, LEAST_SWAP_BLOCKS = 14, 5
 
 
 class Loaded(NamedTuple):
-    """Rows that are brought into slots which are theirs already, for no plan; see `Missed`."""
+    """Rows to fill slots that belong to them already, without a plan; see `Missed`."""
 
     moving: torch.Tensor
     keys: Any
@@ -34,8 +33,8 @@ class Loaded(NamedTuple):
 
 
 class RowMoves:
-    """The kernels that move rows between the slots `hot` and rows elsewhere, which lie as in cold storage: addresses
-    `weight` of (·, D) and `state` of (·, S + 1), which ends with the score."""
+    """The kernels that move rows between the slots `hot` and arrays with the layout of cold storage: addresses `weight`
+    of (·, D) and `state` of (·, S + 1), which ends with the score."""
 
     def __init__(self, layout: RowLayout, hot: DeviceHotRows, plan: DevicePlan, initial: InitialRows) -> None:
         self.device = hot.weight.device
@@ -51,8 +50,8 @@ class RowMoves:
         initial.on_device().prepare_missed(*self._rows)
 
     def make_ready(self) -> None:
-        """Compiles all of them, unless they were, before a plan: between the slots' change of hands and their rows'
-        arrival it is too late to find out that one does not compile, and at exit, too."""
+        """Compiles all kernels, if necessary, before a plan: once slots have changed hands, or at exit, it is too late
+        for a compilation to fail."""
         self._write_back.load(self.device.index)
         self._swap.load(self.device.index)
         self._initial.on_device().load_missed(*self._rows)
@@ -60,10 +59,11 @@ class RowMoves:
     def swap(
         self, missed: Missed | Loaded, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool, moving: int = 1
     ) -> None:
-        """Brings the cold rows of `weight` and `state` that a plan has `missed`, n at most, into the slots that are
-        theirs, after the victims' rows went back there; where they are not `in_place`, but have been brought, in their
-        order, the victims' rows have gone already. `scored`: whether this use raises their scores · `moving`: how many
-        caches move rows at the same time. Called again, it does nothing. Rows that are `Loaded` count nowhere."""
+        """Fills the slots of the rows that a plan has `missed`, at most n, from `weight` and `state`. `in_place`:
+        whether these are cold storage, and the victims' rows are written back there first; else they are the missed
+        rows in order, and the victims' rows have been sent already · `scored`: whether this use raises scores ·
+        `moving`: how many caches move rows at the same time. A second call does nothing. Rows that are `Loaded` are not
+        counted."""
         hot, plan, scoring, is_use = self._hot, self._plan, self._plan.scoring, isinstance(missed, Missed)
         self._swap(
             blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, missed.moving, missed.keys if in_place else 0, missed.slots,
@@ -86,10 +86,10 @@ class RowMoves:
         was_dirty: int,
         moved: int,
     ) -> None:
-        """Writes `n` slots, or as many as the number at `count` says if that is less, to the rows `keys`: the slots
-        from `first_slot` on, or `slots`; without keys the rows from `first_key` on. `was_dirty`: address of flags where
-        the rows are a buffer's, in the order of the slots; else the slots become clean · `moved`: address of the
-        counters, 0 for none."""
+        """Writes at most `n` slots, and as many as the number at `count`, to the rows `keys`: the slots from
+        `first_slot` on, or `slots`; without keys to the rows from `first_key` on. `was_dirty`: address of flags if the
+        rows are in a buffer, in the order of the slots; else the slots become clean · `moved`: address of the counters,
+        0 for none."""
         hot = self._hot
         self._write_back(
             blocks, MOVE_THREADS, count, n, first_slot, first_key, slots, keys, hot.weight, hot.state, hot.score,
@@ -99,8 +99,8 @@ class RowMoves:
     def load(
         self, source: Any, keys: torch.Tensor, slots: torch.Tensor, weight: Any, state: Any, overflow: OverflowRows
     ) -> None:
-        """Brings the rows of `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs, from the rows `source`
-        of `weight` and `state` (0: in their order), or generates them. No row in a slot has a score of zero."""
+        """Fills `slots` (int32 (K,)), which belong to `keys` (int64 (K,)), from the rows `source` of `weight` and
+        `state` (0: in order), or generates the rows. No row in a slot has a score of zero."""
         n, given = len(slots), slots.contiguous()
         moving = torch.zeros(field_offsets().moving_bytes // 4, dtype=torch.int32, device=self.device)
         moving[:1] = n
@@ -113,7 +113,7 @@ class RowMoves:
     def generate(
         self, count: Any, n: int, keys: Any, slots: Any, untouched: Any, overflow: OverflowRows, *, some: int = 0
     ) -> None:
-        """Generates the untouched of the rows `keys`, in their `slots` or where they overflow."""
+        """Generates the untouched rows of `keys`, in their `slots` or where rows without a slot are."""
         hot = self._hot
         self._initial.on_device().generate_missed(
             count, n, keys, slots, untouched, hot.weight, hot.state, overflow.weight, overflow.state,
@@ -121,7 +121,7 @@ class RowMoves:
         )  # fmt: skip
 
     def generate_missed(self, missed: Missed, n: int, overflow: OverflowRows) -> None:
-        """Generates what a plan has missed, n at most, that was never written, behind `swap`."""
+        """After `swap`: generates missed rows, at most n, that were never written."""
         given = missed.keys, missed.slots, missed.untouched
         self.generate(missed.count, n, *given, overflow, some=missed.n_untouched)
 

@@ -1,6 +1,6 @@
 """The launches of a plan on a GPU, in their order. Nothing here waits for the device.
 
-`Clock`, `Counts` and `Selection` of the kernels live in one small tensor; totals are read from it in one copy.
+`Clock`, `Counts` and `Selection` of the kernels are in one small tensor; totals are read from it in one copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
-from tieredemb.kernels.constants import TOGETHER
+from tieredemb.kernels.constants import MEETING_THREADS
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
-MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
+MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over the rest
 
 
 class FieldOffsets(NamedTuple):
-    """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
-    `Selection`, each at a multiple of 32, and of their fields. `client_bytes`: of a client · `claim_bytes`: of a claim
-    · `moving_bytes`: of `Moving`, and in it the words `to_move` (its rows), `untouched`, `published`, `over` ·
-    `last_batch`, `taken`: words of a record, and of what follows the last one.
+    """Where the host finds the kernels' counters: byte offsets in the control tensor, of `Clock`, `Counts` and
+    `Selection`, each at a multiple of 32, and of their fields. `client_bytes`, `claim_bytes`, `moving_bytes`: sizes of
+    `Client`, `Claim` and `Moving`, and in the latter the words `to_move` (its rows), `untouched`, `published`, `over` ·
+    `last_batch`, `taken`: words of a `Record` and of the `RecordsEnd`.
     """
 
     clock: int
@@ -50,7 +50,7 @@ class FieldOffsets(NamedTuple):
     missed: int
     needed: int
     used: int
-    room: int
+    into_unused: int
     arrivals: int
     totals: int
     clients: int
@@ -69,11 +69,11 @@ class FieldOffsets(NamedTuple):
 
 @functools.cache
 def field_offsets() -> FieldOffsets:
-    """As the kernels' source says it."""
+    """The offsets, read from the kernels' source."""
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "used", "room", "arrivals", "totals", "clients")
+    names = ("missed", "needed", "used", "into_unused", "arrivals", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return FieldOffsets(
         clock=clock,
@@ -95,15 +95,15 @@ def field_offsets() -> FieldOffsets:
     )
 
 
-Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
-PlanOf = int | torch.Tensor | None  # whose plan it is: a client's, those of int32 (K,) numbers on the device, nobody's
+Beside = Callable[[], object]  # launches, on the current stream, work that needs homes, but no rows
+PlanOf = int | torch.Tensor | None  # whose plan it is: one client; int32 (K,) numbers on the device; or None
 
 
 @dataclass(frozen=True)
 class OverflowRows:
-    """Where a batch uses the rows that have no slot. `uncached`: whether the batch may have such rows · `weight`,
-    `state`: addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their
-    keys, or None where record r has row r · `names`: those `Record`s in any case, where there are any."""
+    """Where a batch uses rows without a slot. `uncached`: whether it may have such rows · `weight`, `state`: addresses
+    of the rows; a state ends with the score · `records`: int64 (R, 2), `Record`s with the rows' keys, or None if record
+    r has row r · `names`: those `Record`s in any case, if there are any."""
 
     uncached: bool
     weight: int
@@ -113,12 +113,12 @@ class OverflowRows:
 
     @property
     def by_key(self) -> bool:
-        """Whether a row lies at its key, or at its record."""
+        """Whether a row is found by its key; else by its record."""
         return self.records is not None
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What kernels are compiled with to look there."""
+        """The flags of kernels that look there."""
         return ("-DUNCACHED",) if self.uncached else ()
 
 
@@ -126,13 +126,13 @@ NO_OVERFLOW = OverflowRows(uncached=False, weight=0, state=0, records=None)
 
 
 class Missed:
-    """What a plan of n ids has to move, in one allocation; addresses of its parts.
+    """The rows that a plan of n ids has to move, in one allocation; addresses of its parts.
 
-    `keys`: int64 (n,) · `slots`: int32 (n,), where each goes: a slot, −1 while it has none, or the home −2 − r of a
-    record · `victims`: int64 (n,), the key that leaves the slot, or −1, and `scores`: uint32 (n,), its score ·
-    `untouched`: uint8 (n,), whether it has to be generated · `chosen`: int32 (n,), the slots that victims leave ·
-    `claims`: cells by which a key is missed once · `moving`: of one `Moving`, and in it `count`: how many of the n
-    places are taken, `n_untouched`: and of them untouched. The device alone knows.
+    `keys`: int64 (n,) · `slots`: int32 (n,), the destination of each: a slot, −1 while it has none, or the home −2 − r
+    of a record · `victims`: int64 (n,), the key that leaves the slot, or −1, and `scores`: uint32 (n,), its score ·
+    `untouched`: uint8 (n,), whether the row has to be generated · `chosen`: int32 (n,), the slots that victims leave ·
+    `claims`: cells that make each missed key count once · `moving`: a `Moving`, and in it `count`: how many of the n
+    positions are used, and `n_untouched`: how many of these are untouched. Only the device knows the contents.
     """
 
     def __init__(self, n: int, device: torch.device) -> None:
@@ -140,10 +140,10 @@ class Missed:
         self.cells = 2
         while self.cells < 2 * n:
             self.cells *= 2
-        room, at = n + n % 2, field_offsets()  # what follows stays aligned to 8 bytes
+        padded, at = n + n % 2, field_offsets()  # so that the next array is aligned to 8 bytes
         first = at.claim_bytes * self.cells, at.moving_bytes
-        self.cleared = sum(first) // at.claim_bytes  # units that a plan begins with as zeros
-        sizes = (*first, 8 * room, 8 * room, 4 * room, 4 * room, 4 * room, room)
+        self.cleared = sum(first) // at.claim_bytes  # units that are zeroed at the beginning of a plan
+        sizes = (*first, 8 * padded, 8 * padded, 4 * padded, 4 * padded, 4 * padded, padded)
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
         self.claims, self.moving, self.keys, self.victims, self.slots, self.chosen, self.scores, self.untouched = starts
@@ -159,22 +159,22 @@ class Missed:
 
     @property
     def in_all(self) -> int:
-        """How many rows are to move. Synchronises."""
+        """How many rows have to move. Synchronises."""
         return int(self._words()[field_offsets().to_move].item())
 
     @property
     def is_over(self) -> bool:
-        """Whether all has moved. Synchronises."""
+        """Whether all rows have moved. Synchronises."""
         return bool(self._words()[field_offsets().over].item())
 
     def have_moved(self) -> None:
-        """It is of no plan, or of none any more: nothing moves."""
+        """Marks it as without a plan: nothing has to move."""
         words, at = self._words(), field_offsets()
         words.zero_()
         words[at.published] = words[at.over] = 1
 
     def _words(self) -> torch.Tensor:
-        """Those of its `Moving`, int32."""
+        """The words of its `Moving`, int32."""
         return self.view("moving", field_offsets().moving_bytes // 4)
 
     def view(self, name: str, count: int) -> torch.Tensor:
@@ -185,9 +185,9 @@ class Missed:
 
 
 class Phase(enum.IntEnum):
-    """How far the launches of a plan have come. `FOUND`: hits have their homes, misses are known · `PLACED`: misses
-    have slots, and their rows have yet to come · `PUBLISHED`: the map and `homes` name the slots · `MOVED`: the rows
-    are in them."""
+    """The last phase of a plan that was launched. `FOUND`: hits have their homes, misses are known · `PLACED`: misses
+    have slots, which are not filled yet · `PUBLISHED`: the map and `homes` name the slots · `MOVED`: the slots are
+    filled."""
 
     FOUND = 0
     PLACED = 1
@@ -197,16 +197,15 @@ class Phase(enum.IntEnum):
 
 @dataclass(eq=False)
 class BatchPlan:
-    """A batch whose rows were found, on its way through the phases of a transfer. `homes`: int32 (N,), to be completed
-    · `missed`: what it misses · `uncached`: whether rows may be left without a slot · `kind`: how it is planned ·
-    `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many batches
-    before it lock their rows.
+    """A batch whose rows were found, in the phases of a transfer. `homes`: int32 (N,), to be completed · `missed`: the
+    missed rows · `uncached`: whether rows may get no slot · `kind`: how it is planned · `beside`: called once `homes`
+    are complete, on a stream that need not wait for the rows · `lag`: how many earlier batches lock their rows.
 
-    `is_deferred`: whether its rows are left for later, and may come while the next plan is made · `phase`: the last one
-    that was launched · `side_done`: the event after `beside`, where that is yet to be waited for · `resume_point`: on
-    which stream rows are filled; deferred ones have none, and are filled on that of the next caller · `host`: over a
-    staged tier, what the host does between `start` and `move` · `moving`: how many caches move rows at the same time,
-    this one among them."""
+    `is_deferred`: whether its rows are filled later, perhaps while the next plan is made · `phase`: the last one that
+    was launched · `side_done`: the event after `beside`, if a stream has yet to wait for it · `resume_point`: the
+    stream that fills its rows; None if these are deferred, and filled on the stream of the next caller · `host`: over a
+    staged tier, the work of the host between `start` and `move` · `moving`: how many caches move rows at the same time,
+    this one included."""
 
     homes: torch.Tensor
     missed: Missed
@@ -223,28 +222,28 @@ class BatchPlan:
 
     @property
     def left_at(self) -> Phase:
-        """The phase at which deferred rows are left. Slots pass over at once, unless rows may be left without one: then
-        the cache may have no room for those of three batches, and victims are chosen as late as can be, when fewer rows
-        are locked; nothing changes hands before."""
+        """The phase after which deferred rows wait. Slots change hands at once, unless rows may get none: then the
+        cache may be too small for three batches, and victims are chosen as late as possible, when fewer rows are
+        locked; no slot changes hands before."""
         return Phase.FOUND if self.uncached else Phase.PUBLISHED
 
     @property
     def changing(self) -> Sequence[torch.Tensor]:
-        """Where it is recorded: the words that change from replay to replay."""
+        """If it is recorded: the words that change from replay to replay."""
         return () if self.host is None else self.host.words
 
     def rebind(self) -> BatchPlan:
-        """The plan that a replay makes where this one was."""
+        """The plan that a replay makes in this one's memory."""
         return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, side_done=None)
 
     def size_bytes(self) -> int:
-        """Of what it keeps for its replays."""
+        """Of the memory that it keeps for replays."""
         return self.missed.size_bytes + (0 if self.host is None else self.host.reports.size_bytes())
 
 
 class Records:
-    """Rows that batches in flight use where they lie. `table`: int64 (R + 1, 2), R `Record`s and a `RecordsEnd` ·
-    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the plan under way · `whole`: all of it, for
+    """Rows that batches in flight use without a slot. `table`: int64 (R + 1, 2), R `Record`s and a `RecordsEnd` ·
+    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the current plan · `whole`: all of it, for
     kernels."""
 
     def __init__(self, device: torch.device) -> None:
@@ -256,8 +255,8 @@ class Records:
         self.whole = _records_value(self.table, self.index)
 
     def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows at a time. Those in use keep their numbers. Raises `StorageError` in a capture,
-        whose memory replays write anew."""
+        """Enlarges the table to `rows` rows at a time. Records in use keep their numbers. Raises `StorageError` in a
+        capture, as replays would overwrite the new memory."""
         size = max(64, 1 << (2 * rows - 1).bit_length())
         if size > self.rows:
             if torch.cuda.is_current_stream_capturing():
@@ -265,17 +264,17 @@ class Records:
                     f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
                     f"it once before it is captured"
                 )
-            with no_inference():  # they are changed in place when that is over
+            with no_inference():  # they are changed in place outside of inference mode
                 grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
                 index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
             grown[: self.rows] = self.table[: self.rows]
             grown[size] = self.table[self.rows]
-            self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
+            self._outgrown += [self.table, self.index]  # tickets in flight and captured graphs still read them
             whole = _records_value(grown, index)
-            self.table, self.index, self.rows, self.whole = grown, index, size, whole  # an interrupt finds all or none
+            self.table, self.index, self.rows, self.whole = grown, index, size, whole  # in one line, for interrupts
 
     def free(self, records: torch.Tensor) -> None:
-        """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
+        """Frees `records` (int64 (K,), distinct) that no batch in flight uses, and whose rows are written back."""
         self.table[records, 0] = 0
         self.table.view(torch.int32)[self.rows, field_offsets().taken] -= len(records)
 
@@ -294,9 +293,8 @@ def _records_value(table: torch.Tensor, index: torch.Tensor) -> StructValue:
 
 
 class DevicePlan:
-    """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`. `clients`: the
-    first key of each, and that after the last; none without them · `flags`: what kernels that count are compiled
-    with."""
+    """The state of a cache's plans, and their kernels. `scoring`: of the policy · `clients`: the first key of each, and
+    the key after the last; empty without clients · `flags`: of kernels that count."""
 
     def __init__(
         self, rows: DeviceHotRows, scoring: Scoring, device: torch.device, clients: Sequence[int] = ()
@@ -306,7 +304,7 @@ class DevicePlan:
         self._offsets = at = field_offsets()
         self.control = torch.zeros(at.end, dtype=torch.uint8, device=device)
         self.records = Records(device)
-        self._in_parts = int(len(clients) > 0)  # victims: plans are many
+        self._in_parts = int(len(clients) > 0)  # victims are chosen in parts, as there are many plans
         self.flags = ("-DCLIENTS",) if clients else ()
         kernel(PLAN, "plan_begin", *OPTIONS, *self.flags).prepare(device.index)
         if clients:
@@ -314,17 +312,17 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
-        self.room, self.arrivals = base + at.room, base + at.arrivals
+        self.into_unused, self.arrivals = base + at.into_unused, base + at.arrivals
         self._selection_units = (at.end - at.selection) // 16
         self._totals = self.control[at.totals : at.totals + 8 * len(at.total_names)]
-        self._together = meeting_blocks(device.index)
+        self._meeting_blocks = meeting_blocks(device.index)
         self._slots = struct_type(PLAN, "Slots")(
             cells=rows.cells, n_cells=len(rows.cells), keys=rows.key, last_batch=rows.last_batch, score=rows.score,
             capacity=rows.slots,
         )  # fmt: skip
 
     def _make_clients(self, first_keys: Sequence[int], device: torch.device) -> None:
-        """Tells the kernels, and for good, where each client's keys begin, and its rows in resident slots."""
+        """Writes once, for the kernels, where each client's keys and its rows in resident slots begin."""
         rows, at, count, end = self.rows, self._offsets, len(first_keys) - 1, first_keys[-1]
         edges = list(first_keys)
         if rows.resident:
@@ -340,7 +338,7 @@ class DevicePlan:
         self.control[at.clients : at.clients + len(whole)] = whole.to(device)
 
     def _planned(self, client: PlanOf) -> tuple[Any, int]:
-        """Where the numbers of those are whose plan it is, and how many they are."""
+        """The numbers of the clients whose plan it is, and how many they are."""
         if client is None or not self.flags:
             return 0, 0
         if isinstance(client, torch.Tensor):
@@ -357,8 +355,8 @@ class DevicePlan:
         )  # fmt: skip
 
     def begin(self, missed: Missed, kind: PlanKind, *, lag: int, client: PlanOf, overflow: OverflowRows) -> None:
-        """Counts the batch, which is of the next time where it `ages` scores, and locks the slots of the `lag` ones
-        before it; makes room for what it will miss. `client`: whose it is, where there are any."""
+        """Counts the batch, at the next time if it `ages` scores, and locks the slots of the `lag` batches before it;
+        clears the memory of its misses. `client`: whose batch it is, if there are clients."""
         scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin", *OPTIONS, *self.flags)
         begin(
@@ -382,8 +380,8 @@ class DevicePlan:
         overflow: OverflowRows,
         may_arrive: bool = False,
     ) -> None:
-        """Locks and scores what is resident, claims what is missed, into `missed.keys`; until it is published
-        `homes` name the claims. `may_arrive`: whether rows of the plan before may be on their way yet."""
+        """Locks and scores cached rows, and claims missed keys, into `missed.keys`; until these are published, their
+        `homes` name the claims. `may_arrive`: whether rows of the last plan may not have arrived yet."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags, *self.flags)
         find(
@@ -393,52 +391,57 @@ class DevicePlan:
         )  # fmt: skip
 
     def place(self, missed: Missed, *, lag: int) -> None:
-        """Gives missed keys slots, after choosing victims that make room for them: from here on rows may move. In one
-        launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
-        before are locked. Called again once the rows have moved, it does nothing."""
+        """Chooses victims and gives missed keys slots, in one launch: from here on rows may move. If victims' rows have
+        to leave first, `choose` and `resolve` are used, two launches. Slots of the `lag` batches before are locked.
+        Once the rows have moved, a second call does nothing."""
         rows, scoring = self.rows, self.scoring
-        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # of the file that the plan began with
+        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # the file that the plan began with
         place(
-            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(missed.n, TOGETHER, self._together)),
-            TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,
-            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, missed.moving,
+            max(
+                blocks_for(rows.slots, 4 * MEETING_THREADS, self._meeting_blocks),
+                blocks_for(missed.n, MEETING_THREADS, self._meeting_blocks),
+            ),
+            MEETING_THREADS, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit,
+            scoring.ties_by_age, self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims,
+            missed.scores, missed.moving,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
-        """Victims that make room for what is missed: their slots, into `missed.chosen`."""
+        """Chooses victims for the missed keys, and writes their slots to `missed.chosen`."""
         rows, scoring = self.rows, self.scoring
         select = cooperative_kernel(POLICY, "victims_select")
         select(
-            blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
-            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
+            blocks_for(rows.slots, 4 * MEETING_THREADS, self._meeting_blocks), MEETING_THREADS, self.selection,
+            self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age,
+            self._in_parts, missed.chosen,
         )  # fmt: skip
 
-    def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
-        """Ends a plan. `part`: behind `place` `PUBLISH`: later plans find the missed keys in their slots, and `homes`
-        are resolved, which called again does nothing; behind `choose` 0, which pairs missed keys with slots, and then
-        `ASSIGN | PUBLISH`, by which these change hands, too."""
+    def resolve(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
+        """Ends a plan. `part`: after `place`, `PUBLISH`: later plans find the missed keys in their slots, and `homes`
+        are resolved; repeated, it does nothing. After `choose`, 0 to pair missed keys with slots, and then `ASSIGN |
+        PUBLISH`, by which the slots change hands, too."""
         n = homes.shape[0]
-        launch = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
+        launch = cooperative_kernel(PLAN, "missed_resolve", *OPTIONS, *overflow.flags, *self.flags)
         launch(
-            blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
-            self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n, missed.claims,
-            missed.cells, self.records.whole, missed.moving, part,
+            blocks_for(n, MEETING_THREADS, self._meeting_blocks), MEETING_THREADS, self.counts, missed.chosen,
+            self.selection, missed.keys, self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n,
+            missed.claims, missed.cells, self.records.whole, missed.moving, part,
         )  # fmt: skip
 
     def totals(self, client: int | None = None) -> dict[str, int]:
-        """All counters; or those of a client. Synchronises."""
+        """All counters, or those of a client. Synchronises."""
         names, words = self._offsets.total_names, self._totals.view(torch.int64)
         if client is not None:
             words = self._clients[client, : len(names)]
         return dict(zip(names, words.tolist(), strict=True))
 
     def placed(self, missed: Missed) -> torch.Tensor:
-        """The homes that a plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if slots
-        have not changed hands. Synchronises."""
+        """The present homes of a plan's `missed` keys, int64 (K,): slots, or −2 − r for record r; empty if no slot has
+        changed hands. Synchronises."""
         count = missed.in_all
         keys, homes = missed.view("keys", count), missed.view("slots", count).long()
         key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
-        # before they change hands homes are what was left in memory, and no key is missed that has a slot
+        # before slots change hands the memory has arbitrary values, and no missed key has a slot
         in_slot, in_record = (homes >= 0) & (homes < len(key)), (homes <= -2) & (homes > -2 - len(record))
         found = torch.zeros_like(in_slot)
         found[in_slot] = key[homes[in_slot]] == keys[in_slot]
@@ -446,19 +449,19 @@ class DevicePlan:
         return homes[found]
 
     def batch(self) -> int:
-        """Number of the last batch planned, replays of graphs included. Synchronises."""
+        """Number of the last batch planned, including replays of graphs. Synchronises."""
         return int(self._word(self._offsets.batch).item())
 
     def time_and_used(self) -> tuple[int, int]:
-        """Its time, of which scores are made, and how many slots have ever held a row, which are the first ones.
-        Synchronises once."""
+        """The time of the last batch, which scores are made of, and how many slots, the first ones, have ever held a
+        row. Synchronises once."""
         at = self._offsets
         words = self.control[: at.totals].cpu()
         time, used = words[at.time : at.time + 8].view(torch.int64), words[at.used : at.used + 4].view(torch.int32)
         return int(time.item()), int(used.item())
 
     def restart(self, batch: int) -> None:
-        """Empties the plan's view of the slots; the next batch follows `batch`, in number and time."""
+        """Resets the counters to empty slots; the next batch follows `batch`, in number and time."""
         at = self._offsets
         for place in (at.batch, at.time):
             self._word(place).fill_(batch)
@@ -466,7 +469,7 @@ class DevicePlan:
         self.records.clear()
 
     def _word(self, offset: int) -> torch.Tensor:
-        """The int64 at a place of the control tensor."""
+        """The int64 at a byte offset of the control tensor."""
         return self.control[offset : offset + 8].view(torch.int64)
 
     def size_bytes(self) -> int:

@@ -1,14 +1,13 @@
-"""Planning batches on a GPU: what they look up is found, what they miss is filled.
+"""Plans batches on a GPU: finds the rows that they look up, and fills those that they miss.
 
-A plan launches; what it found, missed and moved is known to the device alone. How the rows travel is the transfer's
-(`transfer`): where that has to wait for the host, and the batch is planned ahead, its transfer stays pending, and is
+A plan only launches: hits, misses and moved rows are known to the device alone. The transfer moves the rows
+(`transfer`). If it has to wait for the host, and the batch is planned ahead, the transfer stays pending, and is
 finished later.
 
-Rows of a batch larger than the cache stay where they are and are used there, under records (`plan.Records`): no home
-changes while a ticket is in flight, so such a row gets a slot only in a plan after its last ticket.
-
-A record is freed by the first plan after that last ticket. On a staged tier the rows under records lie on the device;
-on the CPU such rows get transient slots (`host.hot_rows`).
+If a batch is larger than the cache, some rows get no slot, and are used elsewhere, under records (`plan.Records`): no
+home changes while a ticket is in flight, so such a row gets a slot only in a plan after its last ticket. The first such
+plan frees the record. On a staged tier these rows are on the device. A CPU uses transient slots instead
+(`host.hot_rows`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, O
 from tieredemb.cache.device.stream_order import ResumePoint, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import Transfer
-from tieredemb.cache.tickets import TicketBook
+from tieredemb.cache.tickets import TicketLedger
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.streams import current_stream
@@ -37,13 +36,13 @@ from tieredemb.kernels.tracing import marked
 if TYPE_CHECKING:
     from tieredemb.cache.device.staging import HostPhase
 
-LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than a side stream costs (4 µs)
-MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
+LARGE = 1 << 17  # ids: more take longer to sort, or to begin a plan with, than a side stream costs (4 µs)
+MOST_IDS = 1 << 28  # ids of a batch, and half of those in flight: during a plan homes also number claims and records
 
 
 class DeferredRows:
-    """What the plans of one batch have missed, whose rows are deferred: of one batch after the other the same
-    memory, for captured steps. `behind`: the stream on which the rows of the batch before are on their way."""
+    """The missed rows of the plans of one batch, which are deferred, for captured steps; successive batches use the
+    same memory. `behind`: the stream that fills the rows of the batch before."""
 
     def __init__(self, behind: torch.cuda.Stream) -> None:
         self.behind = behind
@@ -51,11 +50,11 @@ class DeferredRows:
         self._taken = 0
 
     def begin(self) -> None:
-        """A batch is about to be planned."""
+        """Called before a batch is planned."""
         self._taken = 0
 
     def missed(self, n: int, device: torch.device, memory: contextlib.AbstractContextManager[None]) -> Missed:
-        """For the next plan, of n ids. What is made inside `memory` outlasts plans."""
+        """The memory for the next plan, of n ids. Tensors made inside `memory` outlast plans."""
         at, self._taken = self._taken, self._taken + 1
         if at == len(self._missed) or self._missed[at].n != n:
             with no_inference(), memory:  # it is changed in place when that is over
@@ -70,18 +69,18 @@ class DeferredRows:
 
 @dataclass
 class Planner:
-    """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
-    and so is taken for both · `unfinished`: the batches whose rows have yet to come, in their order, and their plans:
-    the next plan fills them first, and so there is one at most, but while a captured step is replayed that begins
-    another · `in_capture`: whether a step that fills them is being captured, or was and has yet to be replayed ·
-    `deferred`: where plans are to leave rows for later, if they are · `recording`: of the plan that is being recorded,
-    where its rows pass through the host."""
+    """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams ·
+    `unfinished`: the batches whose rows are not filled yet, in their order, with their plans: the next plan fills them
+    first, so there is at most one, except while the replay of a captured step begins another · `in_capture`: whether a
+    step that fills them is being captured, or was and has yet to be replayed · `deferred`: takes the missed rows of
+    plans that are to defer them · `recording`: of the plan that is being recorded, if its rows pass through the
+    host."""
 
     hot: DeviceHotRows
     launches: DevicePlan
     transfer: Transfer
     ledger: Ledger
-    book: TicketBook
+    tickets: TicketLedger
     order: StreamOrder
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
@@ -100,12 +99,12 @@ class Planner:
             )
 
     def moves_rows(self, n: int) -> bool:
-        """Whether a plan of `n` ids may fill rows: else all rows that it finds are resident tables'."""
+        """Whether a plan of `n` ids may fill rows; else all its rows are of resident tables."""
         return self.hot.slots > 0 and n > 0
 
     def may_lack_slots(self, n: int, locked: int, *, uncached: bool) -> bool:
-        """Whether rows may be without a slot once `n` ids are planned, where batches in flight lock those of `locked`
-        ids, and may have some without (`uncached`)."""
+        """Whether rows may get no slot when `n` ids are planned, while batches in flight lock the rows of `locked` ids,
+        some perhaps without a slot (`uncached`)."""
         return uncached or locked + n > self.hot.slots
 
     def plan(
@@ -119,7 +118,7 @@ class Planner:
         given: torch.cuda.Event | None,
         beside: Beside | None,
     ) -> DeviceTicket:
-        """Plans the batch that the ledger has begun; see `DeviceCache.plan`."""
+        """Plans the batch that the ledger began; see `DeviceCache.plan`."""
         n = keys.shape[0]
         if not self.moves_rows(n):
             if given is not None:
@@ -130,7 +129,7 @@ class Planner:
             return ticket
         uncached = self.may_lack_slots(n, begun.locked, uncached=begun.uncached)
         if uncached:
-            self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
+            self.transfer.reserve(min(begun.locked + n, self.hot.layout.rows))
         device, lag = self.hot.weight.device, begun.lag
         missed = Missed(n, device) if self.deferred is None else self.deferred.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
@@ -138,7 +137,7 @@ class Planner:
         overflow = self.transfer.overflow(uncached)
         plan = BatchPlan(homes, missed, uncached, kind, beside, lag, host=self.recording)
         plan.is_deferred = self.deferred is not None and self.transfer.can_defer
-        if plan.is_deferred:  # on the books before anything changes hands; what never comes to that moves nothing
+        if plan.is_deferred:  # in the ledger before slots change hands; if none do, nothing moves
             ticket = self.ticket(begun.number, homes, overflow)
             self.leave(ticket, plan)
         self.launches.begin(missed, kind, lag=lag, client=client, overflow=overflow)
@@ -163,8 +162,8 @@ class Planner:
         return ticket
 
     def leave(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
-        """The rows of `ticket` come later, by `finish_last`: on the stream that first needs them if they are deferred,
-        else where the plan is made."""
+        """Leaves the rows of `ticket` to `finish_last`: on the stream that first needs them if they are deferred, else
+        on the stream of the plan."""
         if plan.is_deferred:
             ticket.plan = plan
         else:
@@ -173,12 +172,12 @@ class Planner:
         self.unfinished[ticket] = plan
 
     def begin_capture(self) -> None:
-        """What is unfinished is filled by a step that is captured: it stays on the books until that was replayed."""
+        """Unfinished rows are filled by a step that is captured: they stay in the ledger until it is replayed."""
         self.in_capture = True
 
     def end_capture(self, *, ran: bool = False) -> None:
-        """Outside of a capture: what one launched has arrived if it `ran`. Else, where it was aborted, or nobody has
-        seen its first replay, that is to be launched again; the device knows what has arrived."""
+        """After a capture: rows whose transfer it launched have arrived if it `ran`. If it was aborted, or its first
+        replay was not seen, they are launched again; the device knows which have arrived."""
         if not self.in_capture or torch.cuda.is_current_stream_capturing():
             return
         if ran:
@@ -188,7 +187,7 @@ class Planner:
         self.in_capture = False
 
     def forget(self) -> None:
-        """Slots are emptied: nothing is to come any more."""
+        """Called when slots are emptied: no row is to be filled any more."""
         for missed in self.missed_deferred():
             missed.have_moved()
         for ticket in self.unfinished:
@@ -196,44 +195,44 @@ class Planner:
         self.unfinished, self.in_capture = {}, False
 
     def missed_deferred(self) -> list[Missed]:
-        """What was left for later, and may have yet to come."""
+        """Deferred rows that may not be filled yet."""
         return [plan.missed for plan in self.unfinished.values() if plan.is_deferred]
 
     def rows_arrived(self, tickets: Collection[DeviceTicket]) -> None:
-        """What fills the rows of `tickets` was launched."""
+        """Called when the transfers that fill the rows of `tickets` were launched."""
         for ticket in tickets:
             ticket.is_complete = True
             self.unfinished.pop(ticket, None)
 
     @property
     def is_over(self) -> bool:
-        """Whether no rows have yet to come."""
+        """Whether no rows are left to be filled."""
         return not (self.unfinished or self.in_capture)
 
     @property
     def has_deferred_alone(self) -> bool:
-        """Whether all rows that have yet to come are left for the replay of a captured step."""
+        """Whether all rows left to be filled are deferred to the replay of a captured step."""
         return not self.in_capture and all(plan.is_deferred for plan in self.unfinished.values())
 
     def place_last(self) -> None:
-        """Gives slots to what is yet to come."""
+        """Gives slots to the rows that are left to be filled."""
         self.end_capture()
         for ticket, plan in [*self.unfinished.items()]:
             self.transfer.place(plan, self.ledger.lag_of(ticket.batch))
 
     def publish_last(self) -> None:
-        """Behind `place_last`: does what has to come before the next plan, and the rows need not wait for."""
+        """After `place_last`: publishes these slots, which the next plan needs, and the filling of rows does not."""
         for plan in [*self.unfinished.values()]:
             self.transfer.publish(plan)
 
     def finish_last(self, *, usable: bool, moving: int = 1) -> None:
-        """Brings the rows that have yet to come, while as many caches do as are `moving`. Their tickets know if that
-        fails; it does if the cache is not `usable`, but for deferred rows. Waits for the GPU and the storage, but for
-        those."""
+        """Fills the rows that are left to be filled. `moving`: how many caches do so at the same time. Waits for the
+        GPU and the storage, unless rows are deferred. If that fails, or the cache is not `usable`, their tickets are
+        marked as failed; deferred rows are filled in any case."""
         self.end_capture()
         while pending := self._pending():
             ticket, plan = pending[0]
-            if plan.resume_point is None:  # whatever is suspect, its slots have changed hands
+            if plan.resume_point is None:  # its slots have changed hands, even if rows are suspect
                 plan.moving = moving
                 self._finish_deferred(ticket, plan)
             else:
@@ -244,7 +243,7 @@ class Planner:
                     ticket.failed = ticket.is_complete = True
 
     def _pending(self) -> list[tuple[DeviceTicket, BatchPlan]]:
-        """What is unfinished, but for what is filled by the step that is being captured."""
+        """The unfinished batches, without those that the step being captured fills."""
         return [each for each in self.unfinished.items() if not (self.in_capture and each[1].phase is Phase.MOVED)]
 
     def _finish(self, ticket: DeviceTicket, plan: BatchPlan, point: ResumePoint) -> None:
@@ -254,7 +253,7 @@ class Planner:
                 with marked("swap"):
                     self.transfer.move(plan)
             except Exception:
-                pass  # its forward plans anew, and finds out
+                pass  # its forward plans anew, and raises
             else:
                 ticket.failed = False
             finally:
@@ -262,8 +261,8 @@ class Planner:
                 ticket.is_complete = True
 
     def _finish_deferred(self, ticket: DeviceTicket, plan: BatchPlan) -> None:
-        """Slots have changed hands, or are about to: it stays on the books until all is launched, and if that is
-        captured until it is replayed."""
+        """Slots have changed hands, or are about to: the plan stays in the ledger until all is launched; if that is
+        captured, until it is replayed."""
         if self.deferred is not None:  # another plan of the same batch
             current_stream().wait_stream(self.deferred.behind)
         with self.rows_lock:
@@ -280,11 +279,11 @@ class Planner:
         with self.rows_lock:
             ticket.ready = self.order.planned()
             if ticket.ready is not None:
-                ticket.ready.record(current_stream())  # other threads see that it is complete
+                ticket.ready.record(current_stream())  # recorded before other threads see that it is complete
             self.order.touched()
 
     def _count(self, ticket: DeviceTicket, kind: PlanKind, *, client: PlanOf, beside: Beside | None) -> None:
-        """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
+        """A plan where no row moves: beside the lookup, if that follows now and it is worth two events."""
 
         def run() -> None:
             self.launches.count(ticket.homes, kind, client=client)
@@ -300,10 +299,10 @@ class Planner:
             run()
 
     def ticket(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, ids: int | None = None) -> DeviceTicket:
-        """The flight of a batch that was planned now. `ids`: how many it has, if there is room for more in `homes`."""
+        """The ticket of a batch that was planned now. `ids`: how many it has, if `homes` has more."""
         ids = homes.shape[0] if ids is None else ids
         with self.rows_lock:
-            ticket = DeviceTicket(batch, homes, overflow, self.book)
-            self.book.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
+            ticket = DeviceTicket(batch, homes, overflow, self.tickets)
+            self.tickets.open(ticket, ids if self.hot.slots else 0, overflow.uncached)
             ticket.ready = self.order.planned()
             return ticket

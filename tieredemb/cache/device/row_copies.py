@@ -1,8 +1,7 @@
 """Rows of one cold storage, copied to and from buffers of a GPU by the copy threads.
 
-A storage holds arrays and knows no threads: space is reserved in it before rows are copied, and nothing else is asked
-of it while a copy is under way. Rows that are scattered are written while other work goes on, so whoever uses the
-storage otherwise calls `finish` first.
+A storage has arrays and knows no threads: space is reserved in it before rows are copied, and it is not called during a
+copy. Scattered rows are written while other work goes on, so any other use of the storage calls `finish` first.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class RowCopies:
     def gather(
         self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: CopyJob | None = None
     ) -> None:
-        """Fills `weight` and `state` with the rows `keys` (int64 (K,)) as they lie in storage, after all writes that
-        were begun; returns when they are there. The weights of a row never written, whose score is zero, are not
-        copied. `begun`: the job that `gather_when_reported` returned for these very rows and buffers. Raises
-        `StorageError` where a score has no space to come back to."""
+        """Fills `weight` and `state` with the rows `keys` (int64 (K,)) of storage, after all writes that were begun;
+        returns when they are filled. The weights of a row never written, whose score is zero, are not copied. `begun`:
+        the job that `gather_when_reported` returned for exactly these rows and buffers. Raises `StorageError` if there
+        is no space to write a score back."""
         self.cold.reserve_scores(keys.numpy())
         self._is_copying = True
         if begun is not None:
@@ -37,10 +36,10 @@ class RowCopies:
             copy_threads().finish()
 
     def gather_when_reported(self, report: MissReport, weight: torch.Tensor, state: torch.Tensor) -> CopyJob | None:
-        """Lets the copy threads gather the rows of a report as soon as it is there, if all of them fit into `weight`
-        and `state`; returns at once. `gather` waits for the rows. Until `gather` or `finish` the buffers and
-        `report.words` are not to be used, nor the rows written. None, with nothing begun, where no thread can wait, or
-        scores have yet to get their space, which takes their keys."""
+        """Has the copy threads gather the rows of a report as soon as it arrives, if all of them fit into `weight` and
+        `state`; returns at once. `gather` waits for the rows. Until `gather` or `finish` the buffers and `report.words`
+        must not be used, nor the rows written. Returns None, with nothing begun, if no thread can wait, or space for
+        scores is not reserved yet, for which the keys are needed."""
         self.cold.begin_changes()
         if not self.cold.has_all_scores_reserved:
             return None
@@ -49,8 +48,8 @@ class RowCopies:
         return job if copy_threads().begin_when_reported(job) else None
 
     def reserve(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
-        """Takes space for those of the rows `keys` (int64 (K,)) that are `dirty` (uint8 (K,)), before `scatter`. Raises
-        `StorageFullError`, with every row as it was."""
+        """Reserves space for the rows of `keys` (int64 (K,)) that are `dirty` (uint8 (K,)), before `scatter`. Raises
+        `StorageFullError`, with every row unchanged."""
         # numpy, and not torch: that would wake its own threads for it, which then keep all cores from others
         chosen, moved = keys.numpy(), dirty.numpy()
         # to choose them takes longer than all else where nothing has to be taken

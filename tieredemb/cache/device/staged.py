@@ -1,4 +1,4 @@
-"""Cold rows that the host alone reaches: copy threads gather and scatter them in pinned buffers."""
+"""Cold rows that only the host reaches: copy threads gather and scatter them, through pinned buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, Phase, field_offsets
 from tieredemb.cache.device.row_copies import RowCopies
-from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowRoom
+from tieredemb.cache.device.staging import HostPhase, MissReports, PinnedRows, RowBuffers
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
@@ -26,15 +26,14 @@ STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned 
 
 
 class Staged(Transfer):
-    """Cold rows that the host alone reaches: missed keys travel to it, and copy threads gather and scatter rows in
-    pinned buffers.
+    """Cold rows that only the host reaches: missed keys are reported to it, and copy threads gather and scatter rows
+    through pinned buffers.
 
-    `start` asks the device what is missed and which rows leave, and waits for nothing; copy threads gather the missed
-    rows as soon as they are reported, while the rows that leave come from the device. `move` waits for both, and
-    fills the rows; where a plan is made ahead, lookups and updates go on in between. The rows that left are written
-    to storage beside what follows, until the next plan reads. Taking space for what is to be written and read may fail,
-    and comes before anything changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the
-    device, row r for record r.
+    `start` launches a report of missed keys and victims, and waits for nothing. Copy threads gather the missed rows as
+    soon as they are reported, while victims' rows are sent from the device. `move` waits for both, and fills the rows;
+    in a plan ahead, lookups and updates go on in between. Victims' rows are written to storage meanwhile, until the
+    next plan reads. Reserving space for writes, and reads, may fail; both are done before slots change hands, so that a
+    failing storage loses nothing. Rows without a slot are on the device, row r for record r.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Staged(Transfer):
         rows_lock: contextlib.AbstractContextManager[bool],
         changes: IntentLog,
     ) -> None:
-        """`rows_lock`: guards what computes · `changes`: those of plans."""
+        """`rows_lock`: of lookups and updates · `changes`: the log of plans."""
         self._layout = cold.layout
         self._hot = hot
         self._plan = plan
@@ -57,18 +56,18 @@ class Staged(Transfer):
         self._rows_lock = rows_lock
         self._changes = changes
         self._device = hot.weight.device
-        self._launch_report = kernel(MOVE, "missed_tell", *moves.flags)
+        self._launch_report = kernel(MOVE, "missed_report", *moves.flags)
         self._copies = RowCopies(cold)
-        self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
-        # those of the plan before, which the device may yet be reading, or which are being written
-        self._copied, self._written = PinnedRows(cold.layout), PinnedRows(cold.layout)
+        self._incoming, self._outgoing = PinnedRows(cold.layout), PinnedRows(cold.layout)
+        # buffers of the plan before, which the device may still read, or copy threads may still write to storage
+        self._incoming_before, self._outgoing_before = PinnedRows(cold.layout), PinnedRows(cold.layout)
         self._reports = MissReports()
-        self._gathers = False  # whether rows may be being gathered that no plan has taken
+        self._gathers = False  # whether copy threads may be gathering rows that no plan has taken
         self.restart()
 
     def restart(self) -> None:
         layout = self._layout
-        self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
+        self._grown: torch.cuda.Event | None = None  # after rows without a slot have moved to larger arrays
         self._uncached = 0  # rows without a slot
         self._weight = torch.empty((0, layout.columns), dtype=layout.device_dtype, device=self._device)
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self._device)
@@ -80,7 +79,7 @@ class Staged(Transfer):
         return self.overflow(planned.uncached)  # a later plan may have moved them to larger arrays
 
     def wait_for_uncached(self) -> None:
-        if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # or it was waited for outside
+        if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # else it was waited for outside
             self._grown.wait(current_stream())
 
     # --- a plan -----------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ class Staged(Transfer):
             return
         records = self._records()
         last = self._plan.records.table.view(torch.int32)[records, field_offsets().last_batch]
-        # in the device's own numbers, which an interrupt may have left behind the host's, and in 32 bits, which wrap
+        # numbers of the device, which after an interrupt may be behind the host's; 32 bits, which wrap
         oldest = (self._plan.batch() + 1 - lag + 2**31) % 2**32 - 2**31
         gone = records[last - oldest < 0]
         self._store(gone)
@@ -102,48 +101,48 @@ class Staged(Transfer):
 
     def start(self, plan: BatchPlan) -> None:
         if plan.host is not None:  # which is recorded
-            number, *room = (word.data_ptr() for word in plan.host.words)
-            self._launch_start(plan, plan.host, number, RowRoom(*room))
+            number, *buffers = (word.data_ptr() for word in plan.host.words)
+            self._launch_start(plan, plan.host, number, RowBuffers(*buffers))
             return
         self._end_gather()
         plan.host = HostPhase(plan.missed.n, self._reports)
-        self._launch_start(plan, plan.host, plan.host.report.number, self._leaving.room)
+        self._launch_start(plan, plan.host, plan.host.report.number, self._outgoing.buffers)
         self.await_report(plan)
 
     def _end_gather(self) -> None:
-        """Before a report takes the place of those before."""
-        if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
+        """Called before a report overwrites the last one."""
+        if self._gathers:  # for a plan that failed, by keys that are overwritten next
             self._copies.finish()
 
-    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, room: RowRoom) -> None:
-        """Chooses what leaves, reports that and what is missed, by `number`, and sends as many of the rows that leave
-        as there is `room` for."""
+    def _launch_start(self, plan: BatchPlan, host: HostPhase, number: int, buffers: RowBuffers) -> None:
+        """Chooses victims, reports them and the missed keys, under `number`, and sends as many of the victims' rows as
+        `buffers` hold."""
         launches, missed = self._plan, plan.missed
         launches.choose(missed)
-        launches.settle(plan.homes, missed, self.overflow(plan.uncached), 0)
+        launches.resolve(plan.homes, missed, self.overflow(plan.uncached), 0)
         self._launch_report(
-            blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
+            blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.into_unused, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
             host.report.words.data_ptr(), host.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
-        self._send(missed, room)
+        self._send(missed, buffers)
 
     def await_report(self, plan: BatchPlan) -> None:
         host = plan.host
         assert host is not None
-        host.gather = host.room = None
+        host.gather = host.gathered = None
         host.report.event.record(current_stream())
         self._gathers = plan.kind.ahead
         if plan.kind.ahead:
-            host.room = rows = self._free_rows(0)
+            host.gathered = rows = self._free_rows(0)
             host.gather = self._copies.gather_when_reported(host.report, rows.weight, rows.state)
 
     def may_record(self) -> bool:
-        return self._uncached == 0  # to retire them asks the device, and is no part of a recorded plan
+        return self._uncached == 0  # to retire them waits for the device, which cannot be recorded
 
     def recording(self, ids: int) -> HostPhase:
         with no_inference():
-            words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=self._device)
+            words = torch.empty(1 + len(RowBuffers._fields), dtype=torch.int64, device=self._device)
         return HostPhase(ids, MissReports(), words.unbind())
 
     def record_move(self, plan: BatchPlan, graph: Recording) -> None:
@@ -162,15 +161,15 @@ class Staged(Transfer):
         assert host is not None
         self._end_gather()
         host.expect()
-        return [host.report.number, *self._leaving.room]
+        return [host.report.number, *self._outgoing.buffers]
 
     def move(self, plan: BatchPlan) -> None:
         launches, missed, host = self._plan, plan.missed, plan.host
         assert host is not None
         sent, misses = host.report.event, host.read()
-        if misses.with_slots > self._leaving.rows:
-            self._make_room(misses.with_slots)
-            self._send(missed, self._leaving.room)
+        if misses.with_slots > self._outgoing.rows:
+            self._reserve(misses.with_slots)
+            self._send(missed, self._outgoing.buffers)
             sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
         gathered, weight, state = self._gather(misses.keys, host)
@@ -189,9 +188,9 @@ class Staged(Transfer):
             self._uncached += new
             sent.synchronize()
             if misses.leaving.shape[0]:
-                keys = self._leaving.keep(misses.leaving)  # the next plan reports others there
-                self._copies.scatter(keys, *self._leaving.part(misses.room, misses.with_slots))
-                self._leaving, self._written = self._written, self._leaving
+                keys = self._outgoing.keep(misses.leaving)  # the next plan overwrites the report
+                self._copies.scatter(keys, *self._outgoing.part(misses.into_unused, misses.with_slots))
+                self._outgoing, self._outgoing_before = self._outgoing_before, self._outgoing
         if plan.beside and graph is None:
             plan.beside()
         plan.phase = Phase.MOVED
@@ -199,10 +198,10 @@ class Staged(Transfer):
     def _launch_move(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
     ) -> None:
-        """Has slots change hands, and fills the missed rows from `weight` and `state`, `count` at most, which may lie
-        in pinned memory; the `new` last ones of as many have no slot."""
+        """Has slots change hands, and fills at most `count` missed rows from `weight` and `state`, which may be in
+        pinned memory; the last `new` ones have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.uncached)
-        self._plan.settle(plan.homes, missed, overflow, ASSIGN | PUBLISH)
+        self._plan.resolve(plan.homes, missed, overflow, ASSIGN | PUBLISH)
         self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.kind.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
@@ -210,15 +209,15 @@ class Staged(Transfer):
             self._state[records] = state[count - new :].to(self._device, non_blocking=True)
         self._moves.generate_missed(missed, count, overflow)
 
-    def _send(self, missed: Missed, room: RowRoom) -> None:
-        """Sends as many of the victims' rows to the host as there is `room` for, each where the row that it leaves for
-        is among the missed."""
-        self._send_rows(missed.n, room, self._plan.missed, missed.slots, missed.victims, 0)
+    def _send(self, missed: Missed, buffers: RowBuffers) -> None:
+        """Sends as many of the victims' rows to the host as `buffers` hold, each to the position of the missed row that
+        gets its slot."""
+        self._send_rows(missed.n, buffers, self._plan.missed, missed.slots, missed.victims, 0)
 
     def _grow(self, rows: int) -> None:
         if rows <= len(self._weight):
             return
-        # batches in flight read and update them: behind what computes, and nothing computes meanwhile
+        # batches in flight read and update them: wait for computations, and let none begin meanwhile
         with self._rows_lock, no_inference():
             self._order.queued().wait(current_stream())
             grown = [
@@ -236,62 +235,62 @@ class Staged(Transfer):
     def _gather(
         self, keys: torch.Tensor, host: HostPhase | None = None
     ) -> tuple[PinnedRows, torch.Tensor, torch.Tensor]:
-        """Weights and states of cold rows (keys: int64 (K,), on the host), as they lie in storage, in pinned memory.
-        They last until the `copied` of where they are, which the caller records behind what reads them. `host`: of the
-        plan that they are for, whose copy threads may be gathering them."""
-        room, gather = (None, None) if host is None else (host.room, host.gather)
-        if room is None or len(keys) > room.rows:
-            room, gather = self._free_rows(len(keys)), None
-        weight, state, _ = room.part(0, len(keys))
+        """Gathers weights and states of cold rows (keys: int64 (K,), on the host), in the layout of storage, in pinned
+        memory. They last until the event `copied` of the buffer, which the caller records after its last read. `host`:
+        of their plan, for which copy threads may be gathering them already."""
+        buffers, gather = (None, None) if host is None else (host.gathered, host.gather)
+        if buffers is None or len(keys) > buffers.rows:
+            buffers, gather = self._free_rows(len(keys)), None
+        weight, state, _ = buffers.part(0, len(keys))
         self._gathers = True
         self._copies.gather(keys, weight, state, begun=gather)
         self._gathers = False
-        self._coming, self._copied = self._copied, self._coming
-        return room, weight, state
+        self._incoming, self._incoming_before = self._incoming_before, self._incoming
+        return buffers, weight, state
 
     def _in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cold rows on their way to the device; see `_gather`."""
-        room, weight, state = self._gather(keys)
+        """Sends cold rows to the device; see `_gather`."""
+        buffers, weight, state = self._gather(keys)
         staged = weight.to(self._device, non_blocking=True), state.to(self._device, non_blocking=True)
-        room.copied.record(current_stream())
+        buffers.copied.record(current_stream())
         return staged
 
     def _free_rows(self, rows: int) -> PinnedRows:
-        """Room for rows that come, at least as many."""
-        self._coming.copied.synchronize()
-        if rows > self._coming.rows:
-            self._coming = PinnedRows(self._layout, max(rows, 2 * self._coming.rows))
-        return self._coming
+        """A buffer for at least `rows` rows that are gathered."""
+        self._incoming.copied.synchronize()
+        if rows > self._incoming.rows:
+            self._incoming = PinnedRows(self._layout, max(rows, 2 * self._incoming.rows))
+        return self._incoming
 
     def _out(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Writes slots (int32 (K,)) back to the rows `keys` (int64 (K,)); their dirty flags stay."""
         rows = len(slots)
-        self._make_room(rows)
-        room = self._leaving.room._replace(rows=rows)
-        self._send_rows(rows, room, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
+        self._reserve(rows)
+        buffers = self._outgoing.buffers._replace(rows=rows)
+        self._send_rows(rows, buffers, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
         self._write(keys, rows)
 
     def _write(self, keys: torch.Tensor, rows: int) -> None:
-        """Writes what leaves to storage: the rows of `keys`, which come from the device behind them."""
-        host, leaving = keys.cpu(), self._leaving.part(0, rows)
+        """Writes sent rows to storage: those of `keys`. Reading the keys waits for the device to have sent the rows."""
+        host, leaving = keys.cpu(), self._outgoing.part(0, rows)
         self._copies.reserve(host, leaving[2])
         try:
             self._copies.scatter(host, *leaving)
         finally:
             self._copies.finish()
 
-    def _make_room(self, rows: int) -> None:
-        """Room for rows that leave. What is there is lost."""
-        if rows > self._leaving.rows:
+    def _reserve(self, rows: int) -> None:
+        """Makes the buffer of rows that leave hold `rows`. Its content may be lost."""
+        if rows > self._outgoing.rows:
             current_stream().synchronize()  # a plan that failed may be sending rows yet
-            self._leaving = PinnedRows(self._layout, max(rows, 2 * self._leaving.rows))
+            self._outgoing = PinnedRows(self._layout, max(rows, 2 * self._outgoing.rows))
 
-    def _send_rows(self, most: int, room: RowRoom, count: int, slots: Any, keys: Any, moved: int) -> None:
-        """Sends the rows of as many `slots` to the host as there is `room` for, or as the number at `count` says, if
-        that is less: `most`."""
+    def _send_rows(self, most: int, buffers: RowBuffers, count: int, slots: Any, keys: Any, moved: int) -> None:
+        """Sends the rows of `slots` to the host: at most `most`, as many as `buffers` hold, and as the number at
+        `count` says."""
         self._moves.write_back(
-            blocks_for(most, 32, MOVE_BLOCKS), count, room.rows, 0, 0, slots, keys, room.weight, room.state,
-            room.dirty, moved,
+            blocks_for(most, 32, MOVE_BLOCKS), count, buffers.rows, 0, 0, slots, keys, buffers.weight, buffers.state,
+            buffers.dirty, moved,
         )  # fmt: skip
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
@@ -341,14 +340,14 @@ class Staged(Transfer):
     def _store(self, records: torch.Tensor) -> None:
         """Writes the rows of records to storage."""
         for some in torch.split(records, STAGE_ROWS):
-            self._make_room(len(some))
-            weight, state, dirty = self._leaving.part(0, len(some))
+            self._reserve(len(some))
+            weight, state, dirty = self._outgoing.part(0, len(some))
             weight.copy_(self._weight[some], non_blocking=True)
             state.copy_(self._state[some], non_blocking=True)
             dirty.fill_(1)
             self._write(self._key(some), len(some))
 
     def size_bytes(self) -> dict[str, int]:
-        rows = (self._coming, self._copied, self._leaving, self._written)
+        rows = (self._incoming, self._incoming_before, self._outgoing, self._outgoing_before)
         staging = sum(each.size_bytes() for each in rows) + self._reports.size_bytes()
         return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}

@@ -16,8 +16,8 @@ from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
 
-class RowRoom(NamedTuple):
-    """Room for `rows` rows that kernels write: the addresses of weights, states and flags."""
+class RowBuffers(NamedTuple):
+    """Buffers for `rows` rows that kernels write: addresses of weights, states and flags."""
 
     rows: int
     weight: int
@@ -26,9 +26,9 @@ class RowRoom(NamedTuple):
 
 
 class PinnedRows:
-    """Room for `rows` rows as they lie in cold storage, and whether each is to be written whole, in pinned memory,
-    which kernels write and read; and for the rows' keys, for the host alone. `copied`: comes once what the device was
-    last to read there is read."""
+    """Pinned memory for `rows` rows in the layout of cold storage, and a flag for each: whether it is to be written
+    whole. Kernels write and read it. The keys of the rows are for the host alone. `copied`: the event after the
+    device's last read there."""
 
     def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
@@ -38,7 +38,7 @@ class PinnedRows:
             self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
             self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._keys = torch.empty(rows, dtype=torch.int64, device="cpu")
-        self.room = RowRoom(rows, self.weight.data_ptr(), self.state.data_ptr(), self.dirty.data_ptr())
+        self.buffers = RowBuffers(rows, self.weight.data_ptr(), self.state.data_ptr(), self.dirty.data_ptr())
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Weights, states and flags of the rows start … stop − 1."""
@@ -55,37 +55,37 @@ class PinnedRows:
 
 
 class Misses(NamedTuple):
-    """What a plan misses, as the device has reported. `keys`: int64 (M,), those missed; the first `room` get slots
-    never used · `leaving`: int64 (V,), the keys whose slots the next ones get · `dirty`: uint8 (V,), whether their rows
-    are to be written. The keys that then follow get no slots."""
+    """What a plan misses, as the device has reported it. `keys`: int64 (M,), the missed keys; the first `into_unused`
+    get slots never used · `leaving`: int64 (V,), the victims' keys, whose slots the next keys get · `dirty`: uint8
+    (V,), whether the victims' rows are to be written. The remaining keys get no slots."""
 
     keys: torch.Tensor
-    room: int
+    into_unused: int
     leaving: torch.Tensor
     dirty: torch.Tensor
 
     @property
     def with_slots(self) -> int:
-        return self.room + self.leaving.shape[0]
+        return self.into_unused + self.leaving.shape[0]
 
 
 class MissReports:
-    """The reports of plans, one at a time, which `missed_tell` writes to words in pinned memory."""
+    """The reports of plans, one at a time, which `missed_report` writes to words in pinned memory."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._make_room(0)
+        self._reserve(0)
 
     def expect(self, n: int) -> tuple[MissReport, torch.Tensor]:
-        """The next report, of a plan of n ids, and its room for flags (`HostPhase`); the report before is lost."""
+        """The next report, of a plan of n ids, and the words for its flags (`HostPhase`); the report before is lost."""
         words, flags = REPORT_WORDS + 2 * n, -(-n // 8)
         if self._words.shape[0] < words + flags:
-            self._make_room(2 * (words + flags))
+            self._reserve(2 * (words + flags))
         self._number += 1
         reported = torch.cuda.Event()
         return MissReport(self._words, self._number, reported), self._words[words : words + flags]
 
-    def _make_room(self, words: int) -> None:
+    def _reserve(self, words: int) -> None:
         current_stream().synchronize()  # a plan that was interrupted may report yet
         with no_inference():
             self._words = torch.empty(REPORT_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -98,10 +98,10 @@ class MissReports:
 class HostPhase:
     """What the host does of a plan of `n` ids between `start` and `move`. `reports`: where the device reports misses ·
     `report`: of this plan · `flags`: int64 words of its memory, uint8 (n,): whether the rows that leave are dirty ·
-    `gather`: the job that gathers the missed rows, if that has begun, and `room`: where they are gathered.
+    `gather`: the job that gathers the missed rows, if that has begun, and `gathered`: where they are.
 
     Of a recorded plan `reports` are its own. `words`: on the device, stand for the number of the report and the
-    addresses of the room for rows that leave, as these are others at each replay · `graph`: of what `move` launches,
+    addresses of the buffers for rows that leave, which differ from replay to replay · `graph`: of what `move` launches,
     and of what is done beside."""
 
     def __init__(self, n: int, reports: MissReports, words: Sequence[torch.Tensor] = ()) -> None:
@@ -110,7 +110,7 @@ class HostPhase:
         self.words = words
         self.graph: Recording | None = None
         self.gather: CopyJob | None = None
-        self.room: PinnedRows | None = None
+        self.gathered: PinnedRows | None = None
         self.expect()
 
     def expect(self) -> None:
@@ -121,7 +121,7 @@ class HostPhase:
         """The misses. Waits until the device has reported them."""
         n, words = self.n, self.report.words
         self.report.wait()
-        count, room, leaving = words[:3].tolist()
-        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
-        dirty = self.flags.view(torch.uint8)[room : room + leaving]
-        return Misses(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)
+        count, into_unused, leaving = words[:3].tolist()
+        victims = words[REPORT_WORDS + n + into_unused : REPORT_WORDS + n + into_unused + leaving]
+        dirty = self.flags.view(torch.uint8)[into_unused : into_unused + leaving]
+        return Misses(words[REPORT_WORDS : REPORT_WORDS + count], into_unused, victims, dirty)

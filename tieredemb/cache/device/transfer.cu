@@ -1,7 +1,7 @@
 // Moving rows: a victim's row from its slot to cold storage if it is dirty, the missed row from there into the slot.
 //
-// A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are arrays of their
-// own on both sides; the last word of a cold state is the score.
+// A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are separate arrays
+// on both sides; the last word of a cold state is the score.
 #include "clients.cuh"
 #include "common.cuh"
 #include "plan.cuh"
@@ -15,19 +15,19 @@
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lane moves
-constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
+constexpr bool STATE_AHEAD = WORDS <= 2;        // read with the weights: there are not enough registers for wide states
 
-// For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
-// 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks, unless that is 0, do it all: more write
-// no faster, and fill the queues to memory that other kernels wait in. Who is through with rows asks for the next ones:
-// blocks that share a multiprocessor with other kernels move fewer. untouched[m] says that the row was never written
-// and has to be generated, and they are counted; of a row that stays in cold storage (a negative slot) the score alone is
-// read. With a `clock`, that of the last plan, the rows are those of a plan: a score is what came along with `remember`,
-// or the lowest, and where `scored` raised by its use, and once more where the plan after it, which may be being made, has
-// used the row, too; victims had victim_scores. Without one a score is what came along. Without missed_keys the host has
-// brought the rows, row m for the m-th, and has those of the victims, which are counted alone; without victim_keys nobody
-// leaves. Without `moved` nothing is counted; else rows that leave are counted for the client whose rows come. Called
-// again, it has nothing to do.
+// For each missed key with a slot: writes the row that was there back, and fills the missed row in. Moves (per
+// direction) D · itemsize + 4 (S + 1) bytes a row over PCIe. If there are victims, only `swap_blocks` blocks do all of
+// it, unless that is 0: more blocks write no faster, and fill the queues to memory that other kernels wait in. A group
+// that has moved its rows takes the next ones, so that blocks which share a multiprocessor with other kernels move
+// fewer. untouched[m] says that the row was never written and has to be generated, and these are counted; of a row that
+// stays in cold storage (a negative slot) only the score is read. With a `clock`, that of the last plan, the rows are
+// those of a plan: a score is the stored one with `remember`, else the lowest; if `scored` it is raised by its use, and
+// once more if the next plan, which may be in progress, has used the row, too; the victims' scores are victim_scores.
+// Without a clock a score is the stored one. Without missed_keys the host has brought the rows, row m for the m-th key,
+// and has those of the victims, which are only counted; without victim_keys no row is evicted. Without `moved` nothing
+// is counted; else evicted rows are counted for the client whose rows replace them. Called again, it does nothing.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     Moving *moving, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const u32 *victim_scores,
     int swap_blocks, row_t *hot_weight, word_t *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             if (clock == nullptr) score[slot[r]] = its_score;
             else if (atomicExch(score + slot[r], its_score) == ARRIVING_USED)
                 score[slot[r]] = raised(its_score, __ldcg(&clock->now), kind, unit);
-            dirty[slot[r]] = in_score[r] == 0;  // until it was written once, cold storage does not know the row
+            dirty[slot[r]] = in_score[r] == 0;  // a row that was never written is not in cold storage yet
             if (victim[r] >= 0) atomicAdd(is_dirty[r] ? &written : &clean, 1);
             if (moved && (victim[r] >= 0 || in_score[r] == 0)) {
                 const Clients &clients = clients_behind(moved);
@@ -155,10 +155,11 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }
 
-// Writes slots back and leaves them in place: slot first_slot + i, or slots[i], for i < n, and i < *count where that is
-// given, to cold row keys[i], or first_key + i without keys; negative keys are skipped. A dirty row moves whole and
-// becomes clean, of a clean one only the score does. Where `was_dirty` is given the cold rows are a buffer's, whose row i
-// takes the i-th; it takes the dirty flags, and those of the slots stay. Without `moved` nothing is counted.
+// Writes slots back, and keeps their rows: slot first_slot + i, or slots[i], for i < n, and i < *count if that is
+// given, to cold row keys[i], or first_key + i without keys; negative keys are skipped. A dirty row is written whole
+// and becomes clean, of a clean one only the score is written. If `was_dirty` is given, the destination is a buffer,
+// whose row i is for the i-th slot; `was_dirty` gets the dirty flags, and those of the slots stay. Without `moved`
+// nothing is counted.
 extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
     const word_t *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, word_t *cold_state,
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
         const i64 slot = slots ? slots[i] : first_slot + i, key = keys ? keys[i] : first_key + i;
         if (key < 0 || slot < 0) continue;
         const bool is_dirty = dirty[slot];
-        if (!is_dirty && !keys) continue;  // without keys: rows of resident tables, whose scores stand still
+        if (!is_dirty && !keys) continue;  // without keys: rows of resident tables, whose scores do not change
         if (is_dirty)
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -200,26 +201,26 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }
 
-// Tells the host what a plan of n ids moves. `told`, int64 (4 + 2 n): how many keys are missed, M, how many of them get
-// slots never used, how many slots others leave, and `number`, which the last block writes once all else is there; from 4
-// on the M missed keys, and from 4 + n on the M that leave for them, −1 where none does. `told_dirty`, (n,): whether what
-// is in their slots is to be written back. `finished`, blocks that are through, comes and goes as 0.
-extern "C" __global__ void missed_tell(const int *missed, const int *room, const int *needed, const int *chosen, i64 n,
-                                       const i64 *missed_keys, const i64 *victim_keys, const int *missed_slots,
-                                       const unsigned char *dirty, i64 *told, unsigned char *told_dirty,
-                                       i64 number, u32 *finished) {
+// Reports to the host what a plan of n ids moves. `report`, int64 (4 + 2 n): the number of missed keys, M, how many of
+// them get slots never used, the number of victims, and `number`, which the last block writes after all else; from 4 on
+// the M missed keys, and from 4 + n on the M victims' keys, −1 where a key has none. `is_dirty`, (n,): whether the row
+// in that slot is to be written back. `finished`, the number of blocks that are done, is 0 before and after.
+extern "C" __global__ void missed_report(const int *missed, const int *into_unused, const int *needed,
+                                         const int *chosen, i64 n, const i64 *missed_keys, const i64 *victim_keys,
+                                         const int *missed_slots, const unsigned char *dirty, i64 *report,
+                                         unsigned char *is_dirty, i64 number, u32 *finished) {
     wait_for_prior_kernel();
     const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
     for (i64 i = thread_index(); i < m; i += thread_count()) {
-        told[REPORT_WORDS + i] = missed_keys[i];
-        told[REPORT_WORDS + n + i] = victim_keys[i];
-        told_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
+        report[REPORT_WORDS + i] = missed_keys[i];
+        report[REPORT_WORDS + n + i] = victim_keys[i];
+        is_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
     }
-    if (thread_index() == 0) told[0] = m, told[1] = *room, told[2] = leaving;
+    if (thread_index() == 0) report[0] = m, report[1] = *into_unused, report[2] = leaving;
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x != 0 || atomicAdd(finished, 1u) != gridDim.x - 1) return;
     *finished = 0;
     __threadfence_system();
-    *(volatile i64 *)(told + REPORT_NUMBER) = number;
+    *(volatile i64 *)(report + REPORT_NUMBER) = number;
 }

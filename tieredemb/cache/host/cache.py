@@ -1,12 +1,12 @@
 """The hot cache on the CPU over one key space: plan, fill, write back, tickets, failures.
 
-`plan` brings the rows of a batch into slots and returns a ticket that locks them. Whoever updates hot rows afterwards
-marks them dirty; a dirty row is written back when it is evicted, at a flush and at the close, a clean one gives back
-its score alone. The cache knows nothing of lookups.
+`plan` fills the rows of a batch into slots and returns a ticket that locks them. An update marks hot rows dirty; a
+dirty row is written back when it is evicted, at a flush and at the close; of a clean row only the score is. The cache
+knows nothing of lookups.
 
-Order inside a plan, so that nothing is lost wherever it ends: victims are written back before they are unpublished,
-missed rows are published after they were filled. The slots' keys are the truth. What is derived from them (the map, the
-free slots) is made anew by the call that comes after an interrupted one.
+Order inside a plan, so that nothing is lost wherever it is interrupted: victims are written back before they are
+unpublished; missed rows are filled before they are published. The slots' keys are the truth. What is derived from them
+(the map, the free slots) is rebuilt by the first call after an interrupted one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tieredemb.storage.initial import InitialRows
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
-BRING_EVERY = 16  # steps that begin with a lookup without a plan: in one of so many its missed rows replace others
+PIN_ROWS = 1 << 18  # rows of a resident table filled at once: bounds the memory
+FILL_EVERY = 16  # steps that begin with a lookup without a plan: in one of these its missed rows replace others
 COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 
 
 class _SlotsMove(Change):
-    """Slots change hands: map and free slots may not say so yet."""
+    """Slots change hands: the map and the free slots may be outdated."""
 
     def recover(self, cache: Changed) -> None:
         assert isinstance(cache, HostCache)
@@ -66,7 +66,8 @@ SLOTS_MOVE = _SlotsMove()
 
 
 class _Reading(Change):
-    """A lookup without a plan: what a signal handler calls meanwhile is refused. Wherever it ends, no row is wrong."""
+    """A lookup without a plan: calls of a signal handler are refused meanwhile. If it is interrupted, no row is
+    wrong."""
 
     def recover(self, cache: Changed) -> None:
         pass
@@ -76,11 +77,11 @@ READING = _Reading()
 
 
 class Readable(NamedTuple):
-    """What a lookup without a plan reads, and how it notes rows as used. `slot_plus_one`: where rows are (`RowIndex`) ·
-    `hot`, `cold`: their weights in slots and in cold storage, carriers (C, D) and (rows, D) · `last_batch`, `score`: of
-    slots · `state`: uint32 (rows, S), of cold rows, the last word of which is the score, 0 of one that was never
+    """What a lookup without a plan reads, and how it notes the use of rows. `slot_plus_one`: where rows are
+    (`RowIndex`) · `hot`, `cold`: weights in slots and in cold storage, carriers (C, D) and (rows, D) · `last_batch`,
+    `score`: of slots · `state`: uint32 (rows, S), of cold rows; its last word is the score, 0 if the row was never
     written · `number`: of the batch · `now`, `kind`, `unit`, `gains`, `remember`: how scores are raised (`Scoring`),
-    those of cold rows where they are remembered."""
+    those of cold rows only if they are remembered."""
 
     slot_plus_one: Array
     hot: Array
@@ -97,25 +98,24 @@ class Readable(NamedTuple):
 
 
 class Reading(Protocol):
-    """Reads rows, and `notes` their uses. Returns what it has counted, int64: `USED`, of which the first is −1 where
-    ids are not to be read and nothing was, and behind these the keys of the rows in no slot, in order of first
-    occurrence."""
+    """Reads rows, and `notes` their uses. Returns counters, int64: `USED`, the first of which is −1 if inputs are wrong
+    and nothing was read; then the keys of rows without a slot, in order of first occurrence."""
 
     def __call__(self, rows: Readable, *, notes: bool) -> Array: ...
 
 
-class _Left(NamedTuple):
-    """Rows that have made room: their slots, int32 (K,), and which of them were dirty, bool (K,)."""
+class _Evicted(NamedTuple):
+    """Rows that were evicted: their slots, int32 (K,), and which of them were dirty, bool (K,)."""
 
     slots: Array
     dirty: Array
 
 
-NOBODY = _Left(np.empty(0, np.int32), np.empty(0, np.bool_))
+NONE_EVICTED = _Evicted(np.empty(0, np.int32), np.empty(0, np.bool_))
 
 
 class _Copies:
-    """Room for copies of `count` rows; see `HotArrays`."""
+    """Arrays for copies of `count` rows; see `HotArrays`."""
 
     def __init__(self, layout: RowLayout, count: int) -> None:
         self.weight = np.empty((count, layout.columns), layout.carrier)
@@ -124,8 +124,8 @@ class _Copies:
 
 
 class HostCache(Cache):
-    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave.
-    `clients`: where several plan by the cache, the first key of each in ascending order, and that after the last."""
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are filled once and never evicted.
+    `clients`: if several share the cache, the first key of each in ascending order, and the key after the last."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class HostCache(Cache):
         clients: Sequence[int] = (),
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, device=torch.device("cpu"))
-        self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
+        self.plan_lock = threading.RLock()  # plans move rows beside lookups and updates, which use other rows
         self.hot = HotRows(cold.layout, slots)
         self._row_bytes = cold.layout.row_bytes
         self._index = self._empty_index(slots)
@@ -146,9 +146,9 @@ class HostCache(Cache):
         self._clients = Clients(clients)
         self._last = 0  # number of the last batch planned
         self._readings = 0  # steps that began with a lookup without a plan
-        self._due = -1  # the time of the last one in which missed rows take the place of others
+        self._due = -1  # the time of the last step in which missed rows replaced others
         self._resident = tuple(resident)
-        self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
+        self._pinned = sum(rows for _, rows in self._resident)  # slots below are of resident tables
         self._adopt_scores()
         self._pin()
 
@@ -156,11 +156,11 @@ class HostCache(Cache):
 
     @ranged("plan")
     def plan(self, keys: Array, kind: PlanKind = USE, *, client: int | Planners | None = None) -> Ticket:
-        """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
+        """Fills the rows of `keys` (int64 (N,), in range, negative for padding) into slots and locks them.
 
-        `kind`: how; here all batches are planned as if their rows were used next · `client`: whose plan it is, where
-        several share the cache: one's, or that of several. A failing storage raises its error and changes no row;
-        the cache stays usable. Lookups and updates of other batches go on meanwhile.
+        `kind`: how; here a plan ahead is like any other · `client`: if several share the cache, whose plan it is: that
+        of one client, or of several. A failing storage raises its error and changes no row; the cache stays usable.
+        Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
             self._check_usable()
@@ -169,23 +169,23 @@ class HostCache(Cache):
                 planners = Planners(() if planners is None else (planners,), np.array([0, len(keys)]))
             if not cold.volatile:
                 cold.begin_changes()
-            is_later = kind.ages is True or cold.metadata.batch == 0
-            cold.metadata.batch += is_later
+            advances = kind.ages is True or cold.metadata.batch == 0
+            cold.metadata.batch += advances
             self._last = batch = self._last + 1
-            self._clients.planner = None  # of a plan that was interrupted
+            self._clients.planner = None  # remains of an interrupted plan
             if len(hot.key) > hot.capacity:
                 self._retire_transients(batch)
             slots = self._index.find(keys)
             numbering = number(keys, slots, planners.starts, hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
             if len(numbering.missed) and not self._fill_missed(numbering, planners, batch):
-                cold.metadata.batch -= is_later
+                cold.metadata.batch -= advances
                 return self.plan(keys, kind, client=client)
             if kind.scored:
                 raise_scores(unique_slots, hot.score, self.scoring.now(cold.metadata.batch), self.scoring)
                 uses, counts = numbering.counted[:, :MISSED], self._counts
                 lookups, hits, unique = uses.sum(0).tolist()
-                counts["batches"] += is_later
+                counts["batches"] += advances
                 counts["lookups"] += lookups
                 counts["hits"] += hits
                 counts["unique"] += unique
@@ -193,23 +193,25 @@ class HostCache(Cache):
                     self._clients.planned(planners.numbers, cold.metadata.batch, uses.tolist())
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
-            ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
-            self._book.open(ticket)
-            if self._last != batch:  # a signal handler has planned meanwhile: rows that were found may have left
+            ticket = Ticket(
+                batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._tickets
+            )
+            self._tickets.open(ticket)
+            if self._last != batch:  # a signal handler has planned meanwhile, and may have evicted rows that were found
                 ticket.release()
                 return self.plan(keys, kind._replace(scored=False, ages=False), client=client)
             return ticket
 
     def read(self, look_up: Reading, kind: PlanKind, *, client: int | None = None) -> bool:
-        """A lookup that needs no row to stay where it is, and no plan: rows are read where they lie. They are scored as
-        by a plan. Missed rows then come into free slots, and in one step of `BRING_EVERY` also in the place of others.
-        Returns False, and changes nothing, where `look_up` reads none.
+        """A lookup without a plan, which locks no row: rows are read in place, and scored as by a plan. Missed rows are
+        then filled into free slots, and in one step of `FILL_EVERY` also replace others. Returns False, and changes
+        nothing, if `look_up` reads nothing.
 
-        `look_up`: it is called again, to note no use, if it has met rows that were never written · `kind`, `client`:
-        see `plan`.
+        `look_up`: called a second time, without noting uses, if some rows were never written · `kind`, `client`: see
+        `plan`.
         """
         with self.plan_lock:
-            self._check_usable()  # before the other lock, which a forked child may find taken for ever
+            self._check_usable()  # before the second lock, which may be taken for ever in a forked child
             with self.lock:
                 self.check_rows()  # an update may have been interrupted meanwhile
                 reading = self.plan_changes.begin(READING)
@@ -220,10 +222,10 @@ class HostCache(Cache):
 
     def _read(self, look_up: Reading, kind: PlanKind, client: int | None) -> bool:
         cold, hot, scoring, metadata = self.cold, self.hot, self.scoring, self.cold.metadata
-        assert isinstance(self._index, RowIndex)  # of all cold rows that are read where they lie
-        is_later = kind.ages is True or metadata.batch == 0
-        time = metadata.batch + is_later
-        self._last = batch = self._last + 1  # before rows are stamped with it, wherever this ends
+        assert isinstance(self._index, RowIndex)  # it has all cold rows that are read in place
+        advances = kind.ages is True or metadata.batch == 0
+        time = metadata.batch + advances
+        self._last = batch = self._last + 1  # before rows are stamped with it, in case of an interrupt
         now, terms = scoring.now(time), (scoring.kind, scoring.unit)
         rows = Readable(
             self._index.slot_plus_one, hot.weight, cold.weight, hot.last_batch, hot.score, cold.state,
@@ -234,19 +236,19 @@ class HostCache(Cache):
         if lookups < 0:
             return False
         metadata.batch = time
-        if is_later:
+        if advances:
             self._readings += 1
-            if self._readings % BRING_EVERY == 0:
+            if self._readings % FILL_EVERY == 0:
                 self._due = time
         is_due = self._due == time
-        self._clients.planner = None  # of a plan that was interrupted
+        self._clients.planner = None  # remains of an interrupted plan
         if misses:
             missed = noted[len(USED) : len(USED) + misses]
             if unwritten:
                 self._write_initial(missed, now)
                 look_up(rows, notes=False)
         unique, counts = hot_rows + misses, self._counts
-        counts["batches"] += is_later
+        counts["batches"] += advances
         counts["lookups"] += lookups
         counts["hits"] += hits
         counts["unique"] += unique
@@ -255,11 +257,12 @@ class HostCache(Cache):
         if is_due and len(hot.key) > hot.capacity:
             self._retire_transients(batch)
         if misses and (is_due or hot.free):
-            self._let_in(missed, client, batch, takes=is_due)
+            self._fill_free(missed, client, batch, takes=is_due)
         return True
 
     def _write_initial(self, missed: Array, now: int) -> None:
-        """Writes rows to cold storage that never were, those among `missed`, int64 (K,), distinct, and scores them."""
+        """Writes the rows among `missed`, int64 (K,), distinct, that were never written to cold storage, and scores
+        them."""
         cold, scoring = self.cold, self.scoring
         keys = missed[cold.state[missed, -1] == 0]
         self._generate(keys, keys, cold.weight, cold.state, cold.layout.state_width)
@@ -267,14 +270,14 @@ class HostCache(Cache):
         if scoring.remember:
             raise_scores((keys + 1) * cold.state.shape[1] - 1, cold.state.reshape(-1), now, scoring)
 
-    def _let_in(self, keys: Array, client: int | None, batch: int, *, takes: bool) -> None:
-        """Brings rows `keys`, int64 (K,), distinct, into free slots, as far as there are any. `takes`: and into those
-        of rows that leave, as far as no batch in flight has them."""
+    def _fill_free(self, keys: Array, client: int | None, batch: int, *, takes: bool) -> None:
+        """Fills the rows `keys`, int64 (K,), distinct, into free slots, as far as there are any. `takes`: also into
+        slots of victims, which no batch in flight uses."""
         hot = self.hot
         if takes and len(keys) > hot.free:
             moving = self.plan_changes.begin(SLOTS_MOVE)
             self._clients.planner = client
-            self._evict(self._to_leave(len(keys) - hot.free, batch))
+            self._evict(self._choose_victims(len(keys) - hot.free, batch))
             self.plan_changes.clear(moving)
         slots = self._admit(keys[: hot.free], client)
         if not self.scoring.remember:
@@ -282,8 +285,8 @@ class HostCache(Cache):
 
     @ranged("swap")
     def _fill_missed(self, numbering: Numbering, planners: Planners, batch: int) -> bool:
-        """Brings the missed rows of a batch into slots, which `unique_slots` then names. Returns False, and changes
-        nothing, where a signal handler has planned since they were searched, and may have brought them."""
+        """Fills the missed rows of a batch into slots, and writes these to `unique_slots`. Returns False, and changes
+        nothing, if a signal handler has planned since the search, and may have filled some of them."""
         missed = numbering.missed
         moving = self.plan_changes.begin(SLOTS_MOVE)
         if self._last != batch:
@@ -291,10 +294,10 @@ class HostCache(Cache):
             return False
         if len(planners.numbers) == 1:
             (self._clients.planner,) = planners.numbers
-        slots, left = self._make_room(len(missed), batch)
+        slots, gone = self._empty_slots(len(missed), batch)
         untouched = self._fill(numbering.unique_keys[missed], slots)
         if len(planners.numbers) > 1:
-            self._count_arrivals(numbering, planners, slots, untouched, left)
+            self._count_arrivals(numbering, planners, slots, untouched, gone)
         numbering.unique_slots[missed] = slots
         self.hot.last_batch[slots] = stamp(batch)
         self._clients.planner = None
@@ -302,12 +305,12 @@ class HostCache(Cache):
         return True
 
     def _count_arrivals(
-        self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, left: _Left
+        self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, gone: _Evicted
     ) -> None:
-        """Counts for several clients what the arrival of their rows in `slots` has made, each of its own."""
+        """Counts for several clients the rows that they have filled into `slots`, and the evictions for these."""
         hot, filled = self.hot, numbering.counted[:, MISSED]
-        # the scratch of slots is one that this plan has used already
-        found = count_arrivals(slots, untouched, left.slots, left.dirty, filled, hot.unique_of_slot, hot.capacity)
+        # the plan no longer needs the scratch array of slots
+        found = count_arrivals(slots, untouched, gone.slots, gone.dirty, filled, hot.unique_of_slot, hot.capacity)
         for client, rows, (read, evicted, dirty, beyond) in zip(
             planners.numbers, filled.tolist(), found.tolist(), strict=True
         ):
@@ -317,9 +320,9 @@ class HostCache(Cache):
             )  # fmt: skip
 
     def _pin(self) -> None:
-        """Brings the rows of resident tables into the first slots, where no victim is looked for."""
-        self._clients.planner = None  # of a plan that was interrupted
-        counted = self._counts.copy()  # as of batches alone
+        """Fills the rows of resident tables into the first slots, where no victim is chosen."""
+        self._clients.planner = None  # remains of an interrupted plan
+        counted = self._counts.copy()  # so that only batches count
         for first, rows in self._resident:
             for start in range(first, first + rows, PIN_ROWS):
                 keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
@@ -327,11 +330,11 @@ class HostCache(Cache):
         self._counts = counted
 
     def _empty_index(self, slots: int) -> SlotMap | RowIndex:
-        """What finds the slots of keys, while no slot holds a row."""
+        """A map from keys to slots, still empty."""
         return RowIndex(self.cold.layout.rows) if self.cold.as_fast_as_slots else SlotMap(slots)
 
     def derive(self) -> None:
-        """Makes what follows from the slots' keys anew: the free slots and the map."""
+        """Rebuilds the free slots and the map from the slots' keys."""
         self.hot.derive()
         index = self._empty_index(len(self.hot))
         slots = self.hot.occupied()
@@ -339,46 +342,46 @@ class HostCache(Cache):
         self._index = index
 
     def _retire_transients(self, batch: int) -> None:
-        """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
+        """Evicts transient rows that no ticket uses: the capacity holds between batches."""
         moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.transients()
-        behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
+        behind = self.hot.last_batch[slots] - stamp(self._tickets.oldest(batch))
         slots = slots[behind < 0]
         keys = self.hot.key[slots]
         dirty = self._evict(slots)
         self._count_rows(keys, dirty, evictions=np.ones(len(slots), np.int64))
         self.plan_changes.clear(moving)
 
-    def _make_room(self, rows: int, batch: int) -> tuple[Array, _Left]:
-        """Empty slots for `rows` missed rows, int32, and what has left them: evicts what has to go, goes beyond the
-        capacity for the rest."""
-        short, left = rows - self.hot.free, NOBODY
+    def _empty_slots(self, rows: int, batch: int) -> tuple[Array, _Evicted]:
+        """Empty slots for `rows` missed rows, int32, and the rows evicted for them: evicts victims, and adds transient
+        slots beyond the capacity for the rest."""
+        short, gone = rows - self.hot.free, NONE_EVICTED
         if short > 0:
-            victims = self._to_leave(short, batch)
+            victims = self._choose_victims(short, batch)
             with self.lock:  # the arrays of all rows may be replaced
                 self.hot.ensure_transient(short - len(victims))
-            left = _Left(victims, self._evict(victims))
+            gone = _Evicted(victims, self._evict(victims))
             self._count(rows_overflow=short - len(victims))
         with self.lock:
-            return self.hot.take(rows), left
+            return self.hot.take(rows), gone
 
-    def _to_leave(self, short: int, batch: int) -> Array:
-        """Up to `short` slots, int32, whose rows are to leave."""
+    def _choose_victims(self, short: int, batch: int) -> Array:
+        """Chooses up to `short` victims: slots, int32."""
         hot, victims = self.hot, np.empty(0, np.int32)
-        oldest, used = stamp(self._book.oldest(batch)), min(hot.used, hot.capacity) - self._pinned
+        oldest, used = stamp(self._tickets.oldest(batch)), min(hot.used, hot.capacity) - self._pinned
         if len(self._clients):
-            victims = self._victims(short, part_of(short, used, batch), oldest)
-        return victims if len(victims) == short else self._victims(short, slice(used), oldest)
+            victims = self._victims_in(short, part_of(short, used, batch), oldest)
+        return victims if len(victims) == short else self._victims_in(short, slice(used), oldest)
 
-    def _victims(self, count: int, part: slice, oldest: Any) -> Array:
-        """Up to `count` slots, int32, that are to leave, of a `part` of those that no resident table has."""
+    def _victims_in(self, count: int, part: slice, oldest: Any) -> Array:
+        """Chooses up to `count` victims: slots, int32, in a `part` of those without resident tables."""
         first, stop = self._pinned + (part.start or 0), self._pinned + part.stop
         key, score, last_batch = (each[first:stop] for each in (self.hot.key, self.hot.score, self.hot.last_batch))
         by_age = self.scoring.ties_by_age
         return choose_victims(count, key, score, last_batch, oldest, stop - first, by_age) + np.int32(first)
 
     def _evict(self, slots: Array) -> Array:
-        """Returns which rows were dirty, bool (K,)."""
+        """Evicts rows; returns which were dirty, bool (K,)."""
         if len(slots) == 0:
             return np.empty(0, np.bool_)
         keys = self.hot.key[slots]
@@ -389,7 +392,7 @@ class HostCache(Cache):
         return dirty
 
     def _write_back(self, keys: Array, slots: Array) -> Array:
-        """Returns which rows were dirty, bool (K,): those were written whole, and of the others their scores."""
+        """Writes dirty rows as a whole, and of others the score; returns which were dirty, bool (K,)."""
         is_dirty: Array = self.hot.dirty[slots] != 0
         self.cold.write(keys, slots, self.hot)
         self.hot.dirty[slots] = 0
@@ -398,25 +401,25 @@ class HostCache(Cache):
         return is_dirty
 
     def _bytes_written(self, dirty: Any, rows: Any) -> Any:
-        """Of `rows` that are written back, of which those are dirty; elementwise."""
+        """Bytes written back for `rows`, of which `dirty` are dirty; elementwise."""
         return dirty * self._row_bytes + (rows - dirty) * self.hot.score.itemsize
 
     def _count_rows(self, keys: Array, dirty: Array, **more: Array) -> None:
-        """Counts rows that were written back, of which those were dirty, for the clients that have them."""
+        """Counts rows that were written back for the clients that have them. `dirty`: bool (K,)."""
         if len(self._clients):
             written = dirty.astype(np.int64)
             more |= {"rows_written_back": written, "bytes_written_back": self._bytes_written(written, 1)}
             self._clients.add_rows(keys, more)
 
     def _fill(self, keys: Array, slots: Array) -> Array:
-        """Brings the rows `keys` into the empty `slots` and publishes them; returns which were generated, bool (K,)."""
+        """Fills the rows `keys` into the empty `slots` and publishes them; returns which were generated, bool (K,)."""
         hot = self.hot
         if len(hot.key) > hot.capacity:
             self._index.grow(len(hot.key))
         untouched = self.cold.read(keys, slots, hot)
         fresh = slots[untouched]
         hot.dirty[slots] = 0
-        hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
+        hot.dirty[fresh] = 1  # cold storage does not have the row yet
         if len(fresh):
             self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
         hot.score[slots if not self.scoring.remember else fresh] = MIN_SCORE
@@ -471,20 +474,20 @@ class HostCache(Cache):
         return slots[slots >= 0]
 
     def _slots_of(self, start: int, stop: int) -> Array:
-        """The slot of each row of the key range start … stop − 1, int32 (K,), negative where it has none."""
+        """The slot of each row of the key range start … stop − 1, int32 (K,), negative if it has none."""
         return self._index.find(np.arange(start, stop, dtype=np.int64))
 
     def _write_back_range(self, start: int, stop: int) -> None:
         self._write_back_slots(self._slots_in(start, stop))
 
     def _write_back_slots(self, slots: Array) -> None:
-        """In a call that is no plan."""
-        self._clients.planner = None  # of a plan that was interrupted
+        """Writes slots back, outside of a plan."""
+        self._clients.planner = None  # remains of an interrupted plan
         keys = self.hot.key[slots]
         self._count_rows(keys, self._write_back(keys, slots))
 
     def _copy_range(self, start: int, stop: int, weight: Array, state: Array, last: Array = NO_WORDS) -> Array:
-        """As every cache, but without a write: a full disk does not matter."""
+        """See `Cache`; without a write, so that a full disk does not matter."""
         from tieredemb.storage.rows_cpu import rows_copy
 
         slots, hot = self._slots_of(start, stop), self.hot
@@ -498,7 +501,7 @@ class HostCache(Cache):
         return scores
 
     def _cold_words(self, start: int, stop: int) -> Array:
-        """The last word of the state of each row start … stop − 1 as it lies in cold storage, uint32 (K,)."""
+        """The last word of the state of each row start … stop − 1 in cold storage, uint32 (K,)."""
         if self.cold.in_memory:
             return self.cold.state[start:stop, -2].copy()
         rows = np.empty((stop - start, self.cold.layout.state_width), np.uint32)
@@ -512,10 +515,9 @@ class HostCache(Cache):
         change: Callable[[HotArrays, Array], None],
         concerns: Callable[[Array], Array],
     ) -> None:
-        """Changes those of the rows start … stop − 1 that need it where they lie; see `change_rows`. `change` is called
-        without what is third there · `concerns`: which rows need it of those whose states end with these words, uint32
-        (K,): bool (K,). Those that were never written have zeros there. Rows that cold storage has no space for stay as
-        they are."""
+        """Changes some of the rows start … stop − 1 in place; see `change_rows`. `change`: called without the third
+        argument there · `concerns`: given the last words of rows' states, uint32 (K,), 0 for rows never written,
+        returns which rows to change, bool (K,). Rows without space in cold storage stay unchanged."""
         with self.whole():
             self._begin_call()
             keys = np.flatnonzero(concerns(self.last_words(start, stop))) + start
@@ -524,11 +526,11 @@ class HostCache(Cache):
                     self.change_rows(keys, lambda rows, places, _: change(rows, places))
 
     def change_rows(self, keys: Array, change: Callable[[HotArrays, Array, Array], None]) -> None:
-        """Changes rows, int64 (K,), distinct, where they lie, by kernels that change a row as a whole and mark it
-        dirty: interrupted, some rows were changed, and others not. `change` is called with rows, the places of some
-        among them, int32 (U,), and which of the keys those are, int64 (U,): of rows in slots, and of copies of the
-        others, which go back. Rows come into slots where there are free ones for all, and none leaves. Raises
-        `StorageFullError` before rows change that are in no slot."""
+        """Changes the rows of `keys`, int64 (K,), distinct, in place, by kernels that change a row as a whole and mark
+        it dirty: after an interrupt some rows are changed, and others not. `change` is called with rows, the indices of
+        some of them, int32 (U,), and the indices of their keys, int64 (U,): once for rows in slots, and once for copies
+        of the others, which are then written back. If there are free slots for all, they are filled before; nothing is
+        evicted. Raises `StorageFullError` before rows without a slot are changed."""
         with self.whole():
             self._begin_call()
             if not self.cold.volatile:
@@ -545,8 +547,8 @@ class HostCache(Cache):
                 self._change_cold(keys[cold], lambda rows, places: change(rows, places, cold))
 
     def _admit(self, keys: Array, client: int | None = None) -> Array:
-        """Brings rows into free slots, of which there are enough: int32 (K,). No batch in flight uses them. `client`:
-        whom they are counted for."""
+        """Fills rows into free slots, of which there are enough; returns these, int32 (K,). No batch in flight uses
+        them. `client`: whose counters count them."""
         self._clients.planner = client
         moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.take(len(keys))
@@ -581,7 +583,7 @@ class HostCache(Cache):
             self._pin()
 
     def stats(self, client: int | None = None) -> CacheStats:
-        if not self.plan_changes.records:  # or a signal handler may ask amid a plan
+        if not self.plan_changes.records:  # else a signal handler may ask during a plan
             with self.whole():
                 self._recover()
         self.suspects.check()
@@ -597,13 +599,13 @@ class HostCache(Cache):
             cold = {"tier": self.cold.kind} | self.cold.size_bytes()
             if isinstance(self._index, SlotMap):
                 grown = self._index.cells.nbytes - cells  # for a batch
-            else:  # the capacity pays for it as for a map, and cold rows for what it takes beyond that
+            else:  # the capacity covers as much as a map takes, and cold rows the rest
                 cells = min(cells, self._index.slot_plus_one.nbytes)
                 cold["index"] = self._index.slot_plus_one.nbytes - cells
             batch = {
                 "transient_rows": sizes.pop("transient"),
                 "transient_map": grown,
-                "plans": self._book.size_bytes(),
+                "plans": self._tickets.size_bytes(),
             }
             return {"cache": sizes | {"map": cells}, "batch": batch, "cold": cold}
 

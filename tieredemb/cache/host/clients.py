@@ -1,7 +1,7 @@
-"""What a cache on the CPU counts for each of several who plan by it, beside its totals.
+"""Counters of a CPU cache for each of several clients, in addition to its totals.
 
-While one plans, all that is counted is counted for it, also where its rows take the place of others'. What several plan
-as one is counted row by row, for whose row comes; and of any other call, for whose row it is.
+While one client plans, all is counted for it, also the eviction of others' rows. A plan of several clients is counted
+row by row, for the client whose row is filled; any other call for the client whose row it is.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tieredemb.config import Array
 
 
 class Planners(NamedTuple):
-    """Clients whose keys are planned as one, those of each after those of the one before. `numbers`: in ascending
-    order · `starts`: where the keys of each begin, and where they end, int64 (K + 1,)."""
+    """Clients whose keys are planned as one, client by client. `numbers`: in ascending order · `starts`: where the keys
+    of each begin, and the end, int64 (K + 1,)."""
 
     numbers: tuple[int, ...]
     starts: Array
 
 
 class Clients:
-    """`edges`: the first key of each client in ascending order, and that after the last; empty where nobody shares the
-    cache. `counts`: of each · `planner`: who plans now, alone."""
+    """`edges`: the first key of each client in ascending order, and the key after the last; empty without clients.
+    `counts`: of each · `planner`: the client that plans now, alone."""
 
     def __init__(self, edges: Sequence[int]) -> None:
         self.counts: list[Counter[str]] = [Counter() for _ in edges[:-1]]

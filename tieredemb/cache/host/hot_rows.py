@@ -67,7 +67,7 @@ class HotRows:
 
     @property
     def used(self) -> int:
-        """Slots that may hold a row lie below this."""
+        """All slots that may have a row are below this."""
         return len(self) if len(self) > self.capacity else self._used
 
     @property
@@ -151,7 +151,7 @@ class HotRows:
         self.__dict__.update(grown)  # all at once, whatever interrupts
 
     def size_bytes(self) -> dict[str, int]:
-        """Bytes by purpose: the cache's own arrays and, apart, the transient rows."""
+        """Bytes by purpose: the cache's own arrays and, separately, the transient rows."""
         own = {
             name: getattr(self, name)[: self.capacity].nbytes
             for name in ("weight", "state", "key", "score", "last_batch", "dirty")

@@ -46,8 +46,8 @@ class _OfMoments(OptimizerConfig):
 
     @staticmethod
     def rate(hyper: Mapping[str, float], step: Array) -> Array:
-        """lr / (1 - β1^t) · √(1 - β2^t): that of a row whose √v is not corrected for its bias, but eps is in its
-        place."""
+        """lr / (1 - β1^t) · √(1 - β2^t): the rate of a row whose √v is not corrected for its bias; eps is corrected
+        instead."""
         rate: Array = hyper["lr"] * np.sqrt(1 - hyper["beta2"] ** step) / (1 - hyper["beta1"] ** step)
         return rate
 

@@ -44,8 +44,8 @@ def row_update(weight, row, state, home, g, rate, numbers):
 
 @inline
 def row_catch_up(weight, row, state, home, none, past, start, stop):
-    """Brings a row from step `start` to step `stop`; returns how many steps it has replayed, which those of single
-    elements are not among."""
+    """Brings a row from step `start` to step `stop`; returns how many steps it has replayed, not counting those of
+    single elements."""
     _, _, rates, numbers, sums, ends, logs, coupled = past
     if coupled[stop] != coupled[start] or ends[start] < 0:
         for at in range(start + 1, stop + 1):

@@ -52,8 +52,8 @@ class RMSprop(OptimizerConfig):
         return (_SQUARE, *((_MEAN,) if self.centered else ()), *((_BUFFER,) if self.momentum != 0 else ()))
 
     def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
-        for name, room, value in (("momentum", _BUFFER, "…"), ("centered", _MEAN, "True")):
-            if hyper[name] != 0 and room not in self.tensors:
+        for name, tensor, value in (("momentum", _BUFFER, "…"), ("centered", _MEAN, "True")):
+            if hyper[name] != 0 and tensor not in self.tensors:
                 raise ConfigError(
                     f"{name} of the param group is {hyper[name]:g}, but the rows were built without room for it; build "
                     f"the tables with RMSprop({name}={value}), which may become 0 later. Nothing was updated"
@@ -62,7 +62,7 @@ class RMSprop(OptimizerConfig):
         return used | {"one_less_alpha": 1 - hyper["alpha"]}
 
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
-        # rows whose state has room for what a step does not use keep that as it is: no factor says so
+        # state that a step does not use stays unchanged in the rows: no factor stands for that
         uses_all = (hyper["momentum"] != 0) == (_BUFFER in self.tensors) and bool(hyper["centered"]) == self.centered
         moves = hyper["momentum"] != 0
         return StepTerms(

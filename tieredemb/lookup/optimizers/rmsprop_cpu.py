@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
-"""CPU twin of RMSprop. A row's state is its running mean of squares, then that of gradients and then the momentum,
-where it has room for them."""
+"""CPU twin of RMSprop. A row's state is its running mean of squares, then the mean of gradients and the momentum, if it
+has words for them."""
 
 from __future__ import annotations
 

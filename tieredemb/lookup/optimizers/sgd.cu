@@ -51,7 +51,7 @@ struct Recipe : ElementWise {
             w = __fmaf_rn(-missed.sums[0], state[0], w);
             state[0] = faded(state[0], missed.first);
         }
-        return __fmul_rn(w, missed.later);
+        return __fmul_rn(w, missed.rest_decay);
     }
 
     // by its own part of the gradient, which of an infinity is one, and leaves no number

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
-"""CPU twin of SGD. A row has a momentum where its state has room for one."""
+"""CPU twin of SGD. A row has a momentum if its state has words for one."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
         return stop - start
     total = sums[start, 0]
     if ends[start] == 0:  # the sum grows: its own products are those until now
-        first, decay, later = sums[start, SUM_FIRST], sums[start, SUM_DECAY], F(1.0)
+        first, decay, rest_decay = sums[start, SUM_FIRST], sums[start, SUM_DECAY], F(1.0)
     else:
         first = factor_between(logs, FIRST_LOG, start, stop)
         decay = factor_between(logs, DECAY_LOG, start, ends[start])
-        later = factor_between(logs, DECAY_LOG, ends[start], stop)
+        rest_decay = factor_between(logs, DECAY_LOG, ends[start], stop)
     moves = has_momentum(state, none)
     for d in range(none.shape[0]):
         w = load(weight, row, d) * decay
@@ -74,7 +74,7 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
             buffer = load(state, home, d)
             w = fma(-total, buffer, w)
             store(state, home, d, faded(buffer, first))
-        store(weight, row, d, w * later)
+        store(weight, row, d, w * rest_decay)
     return 0
 
 

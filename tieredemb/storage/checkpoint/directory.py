@@ -1,16 +1,15 @@
 """Checkpoints: the rows that were ever used, written beside the last checkpoint and renamed over it when
 verified.
 
-A directory holds `manifest.json` and the files that it names: of rows (`rows-<token>-<n>.bin`), of an
-optimizer's steps, and of the dense layers of a whole model. A save writes row
-files of new names, syncs them, reads them back from the disk, and then replaces the manifest: that rename is
-the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
-no manifest names is deleted by the next save. A load opens all files before it reads them, so that a save
-may delete them under it.
+A directory has `manifest.json` and the files that it names: of rows (`rows-<token>-<n>.bin`), of an optimizer's steps,
+and of the dense layers of a whole model. A save writes row files with new names, syncs them, reads them back from the
+disk, and then replaces the manifest: with that rename the new checkpoint exists. After a kill before it, the old one
+loads; after it, the new one. Files that no manifest names are deleted by the next save. A load opens all files before
+it reads them, so a save may delete them meanwhile.
 
-What is written to tmpfs is not read back, which would read the memory that was just written. A load reads all files
-twice: first to verify them and then, when all are right, to take the rows. Checksums are computed both times, but on
-tmpfs, as memory need not hold what was read first. Ranks compare the identity of what they have opened.
+Files on tmpfs are not read back, as that would read the memory that was just written. A load reads all files twice:
+first to verify them and then, if all are right, to load the rows. Checksums are computed both times, except on tmpfs,
+as the disk may return other bytes the second time. Ranks compare the identity of the checkpoints that they have opened.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ def save(
     """Writes the used rows and the metadata of the key spaces `spaces` (by name) to `directory`, made if
     missing.
 
-    `identities`: what the rows of each space mean, compared by `opened`. `extra`: anything that JSON can hold.
-    `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened. `held`: rows of a space
+    `identities`: the meaning of each space's rows, compared by `opened`. `extra`: anything that JSON can hold.
+    `broken`: why rows are suspect, if they are: the checkpoint reports it when it is opened. `held`: rows of a space
     that its storage could not take. `dense`: of the dense layers of a whole model.
-    Write hot caches back first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
+    Write hot caches back before: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
     the table.
 
     Raises `StorageFullError` or `CheckpointError`; the last checkpoint is then untouched and nothing partial
@@ -122,8 +121,8 @@ def write_spaces(
     *,
     number: int = 0,
 ) -> dict[str, Space]:
-    """Writes and verifies the row files of `spaces`, or of the `parts` of them that this process holds, and returns
-    what a manifest says of each. `number`: of the process."""
+    """Writes and verifies the row files of `spaces`, or of this process's `parts` of them, and returns their entries
+    for a manifest. `number`: of the process."""
     entries = {}
     names = _new_names(token, written, number * MOST_FILES)
     for count, (name, cold) in enumerate(spaces.items()):
@@ -152,7 +151,7 @@ def write_spaces(
 
 
 def write_dense(path: str, token: str, written: list[str], dense: bytes) -> DenseFile:
-    """Writes what a model's dense layers are saved as, and returns what a manifest says of it."""
+    """Writes the saved dense layers of a model, and returns their entry for a manifest."""
     name = f"dense-{token}.pt"
     written.append(name)
     _write_whole(os.path.join(path, name), dense)
@@ -215,20 +214,19 @@ class Taken(Protocol):
     """What a model takes of rows that are laid out otherwise than its own."""
 
     def taken(self, keys: Array, weight: Array, state: Array) -> tuple[Array, Array]:
-        """Of rows as they were saved, keys int64 (K,), weight (K, D) and state uint32 (K, S + 1), those of the model,
-        weights in the same dtype."""
+        """Selects the model's rows among saved rows: keys int64 (K,), weight (K, D) and state uint32 (K, S + 1), with
+        weights of the same dtype."""
 
 
 Takes = Callable[[str, Mapping[str, Any], Space, CheckedFile | None], Taken | None]
-"""What a model takes of a key space, given its name, the checkpoint's `extra`, what it says of the space, and the
-history of steps; None: all of it, as it lies."""
+"""What a model takes of a key space, given its name, the checkpoint's `extra`, the manifest's entry of the space, and
+the history of steps; None: all of it, unchanged."""
 
 
 class Opened:
-    """A checkpoint that was verified, whose files are open: a save that replaces it meanwhile takes nothing away.
-    `extra`: what was saved beside the rows · `dense`: what the dense layers of a whole model were saved as ·
-    `identity`: tells it from all others · `histories`: what optimizers
-    remember of their steps, by space · `taken`: what is taken of the spaces of which not all is."""
+    """A verified checkpoint with open files, which a save that replaces it does not affect. `extra`: saved in addition
+    to the rows · `dense`: the saved dense layers of a whole model · `identity`: unique · `histories`: of optimizers'
+    steps, by space · `taken`: for spaces of which only a part is loaded, that part."""
 
     def __init__(
         self,
@@ -249,9 +247,9 @@ class Opened:
         self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
 
     def restore(self) -> None:
-        """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
-        rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
-        then partly untouched ones."""
+        """Replaces all rows and metadata of the spaces; hot caches must be emptied, as their rows are outdated. Raises
+        `StorageError` if a space is full, or verified files cannot be read again: then some rows are as never
+        written."""
         try:
             for cold in self._spaces.values():
                 cold.reset()
@@ -263,7 +261,7 @@ class Opened:
                 latest = max(entries.values(), key=lambda entry: entry.metadata.batch)
                 cold.metadata = plain_metadata(latest.metadata)
                 if name in self.taken:
-                    cold.metadata.steps = []  # those of an optimizer that the model has not
+                    cold.metadata.steps = []  # of an optimizer that the model does not have
                 if self._histories[name] is not None:
                     cold.history.take(self._histories[name])
         except CheckpointError as error:
@@ -278,8 +276,8 @@ class Opened:
 
 
 def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows, part: KeyPart | None, takes: Taken | None) -> None:
-    """Puts all rows of `files`, of `layout`, in their places in `cold`; those of a `part`, if that is one, and what is
-    taken of them."""
+    """Writes all rows of `files`, of `layout`, to their places in `cold`; only those of a `part`, if given, and what
+    the model takes of them."""
     from tieredemb.kernels.row_encoding_cpu import in_encoding  # not before it is needed, as it imports numba
 
     reserving = threading.Lock()
@@ -320,13 +318,12 @@ def opened(
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
     dtype are rounded to nearest; optimizer state has one dtype.
 
-    `identities` as in `save`; without them they are not compared. `check_kind` is given the directory and the `extra`
-    before anything else is compared, and `check_extra` the `extra` after the rows: each raises for one that it does not
-    want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
-    this process holds. `takes`: what the model takes of spaces that may have other state, and so differ in fields of
-    their identities: those that `ignored` has for them. `seedless`: spaces in which the seed
-    counts for nothing but rows that were never used: a checkpoint of all rows need not have the same. Changes nothing,
-    and waits for nobody. Raises `CheckpointError`.
+    `identities` as in `save`; without them they are not compared. `check_kind` gets the directory and the `extra`
+    before anything else is compared, and `check_extra` the `extra` after the rows: each may raise. `recover`: loads
+    rows that were suspect when they were saved. `parts`: this process's part of each space. `takes`: what the model
+    takes of spaces that may have other state, and so differ in the fields `ignored` of their identities. `seedless`:
+    spaces in which the seed matters only for rows that were never used: a checkpoint of all rows need not have the
+    same. Changes nothing, and does not communicate. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
@@ -374,8 +371,8 @@ def _taken(takes: Takes, manifest: Manifest, spaces: Spaces, histories: Mapping[
 def _open_files(
     path: str, stack: contextlib.ExitStack
 ) -> tuple[Manifest, dict[str, RowFiles], dict[str, CheckedFile], CheckedFile | None]:
-    """The manifest, the files of rows and of histories that it names, by its entries, and that of dense layers: a save
-    may replace all of them in between, and another try finds the new ones."""
+    """The manifest, its files of rows and histories, by entries, and the file of dense layers. If a save replaces all
+    of them meanwhile, the new ones are opened."""
     try:
         system.stat(path)
     except FileNotFoundError as error:
@@ -395,12 +392,12 @@ def _open_files(
             return manifest, rows, histories, dense
         except FileNotFoundError as error:
             stack.close()
-            again = read_manifest(path)
-            if again == manifest:
+            reread = read_manifest(path)
+            if reread == manifest:
                 raise CheckpointError(
                     f"{error.filename!r} is missing from the checkpoint; use another checkpoint"
                 ) from error
-            manifest = again
+            manifest = reread
 
 
 _NAME_LETTERS = 64  # of a table's name, which a manifest may say anything about
@@ -433,7 +430,7 @@ def _compare(
         if name in ignored:
             wanted["state_width"] = entry.layout["state_width"]
         found: str | None = None
-        if identities is not None:  # which says more than a layout that follows from it
+        if identities is not None:  # its message says more than one about the layout that follows from it
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             unlike = set(ignored.get(name, ()))
             if name in seedless and sum(chunk.rows for chunk in entry.chunks) == entry.row_layout.rows:
@@ -456,7 +453,7 @@ def _compare(
 
 
 def _table_names(identity: Mapping[str, Any]) -> list[str]:
-    """Of the tables of a key space, as far as its identity says so: that of another program's may say anything."""
+    """The tables of a key space, as far as its identity names them: another program's may be anything."""
     tables = identity.get("tables")
     names = (
         [each.get("name") for each in tables if isinstance(each, Mapping)] if isinstance(tables, list | tuple) else []
@@ -485,8 +482,8 @@ def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
                 f"no space left while {doing} the checkpoint in {path!r}: the last one is "
                 "untouched; it needs space for two at a time"
             ) from error
-        said = refused(error, path, writes=doing == "saving")
-        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {said}") from error
+        reason = refused(error, path, writes=doing == "saving")
+        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -507,7 +504,7 @@ def locked(path: str) -> Iterator[None]:
 
 
 def _may_name(path: str, token: str) -> bool:
-    """Whether the manifest in the directory is that of the save `token`, as far as can be known."""
+    """Whether the manifest in the directory is that of the save `token`, as far as it can be read."""
     try:
         fd = system.open(os.path.join(path, MANIFEST), os.O_RDONLY)
     except FileNotFoundError:

@@ -4,10 +4,11 @@ manifest.
     chunk: keys (n,) int64 | weight (n, D) carrier | state (n, S + 1) uint32        only rows whose score is
     not zero
 
-Chunk i lies in file i mod F, behind the chunks that are there already. A filesystem lets one thread write to a file at
-a time, so a large key space has several files; a small one has one, as all had before.
+Chunk i is in file i mod F, after that file's earlier chunks. A filesystem lets one thread write to a file at a time, so
+a large key space has several files; a small one has one, as all had before.
 
-All threads write, read back and load chunks, of 2 MiB, one by one. Where chunks lie depends on no number of threads.
+All threads write, read back and load chunks, of 2 MiB, one by one. The places of chunks do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def is_in_memory(directory: str) -> bool:
 
 
 def _parts(memory: Array, rows: int, layout: RowLayout) -> HeldRows:
-    """Keys, weights and states of a chunk that lies in `memory`, uint8: views of it."""
+    """Keys, weights and states of a chunk in `memory`, uint8, as views."""
     weight_at = rows * _KEY_BYTES
     state_at = weight_at + rows * layout.columns * layout.carrier.itemsize
     end = bytes_of(rows, layout)
@@ -163,7 +164,7 @@ class _Writer:
         self.fds.append(system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
     def placed(self, held: HeldRows | None) -> Iterator[tuple[int, Array, tuple[Array, Array] | None]]:
-        """The number of each chunk, which has its place then, its keys and what `_rows_of` has beside them."""
+        """For each chunk its number, which gives it its place, its keys and weights and states as of `_rows_of`."""
         number = -1
         for keys, rows in self._real(_rows_of(self._cold, self._chunk_rows, held)):
             number += 1
@@ -207,7 +208,7 @@ class _Writer:
 
 
 def _stored(cold: ColdRows, keys: Array, memories: _Memories, thread: int) -> tuple[Array, Array]:
-    """Weights and states of the rows `keys`: where these are neighbours as they lie in storage, else gathered."""
+    """Weights and states of the rows `keys`: views of storage if these are neighbours, else gathered."""
     place = place_of(keys)
     if isinstance(place, slice):
         return cold.weight[place], cold.state[place]
@@ -288,7 +289,7 @@ class RowFiles:
         self, title: str, take: Callable[[int, Array, Array, Array], object], *, threads: int | None = None
     ) -> None:
         """Calls `take` with the number, keys (n,), weight (n, D) and state (n, S + 1) of each chunk, whose checksum was
-        verified, on several threads at once and in any order. The rows lie in memory that is used again."""
+        verified, on several threads at once and in any order. The memory of the rows is reused."""
         memories = _Memories(max(self._sizes, default=0))
 
         def work(number: int, thread: int) -> int:
@@ -334,7 +335,7 @@ class CheckedFile:
         return pread_all(self._file.fd, min(count, self.size_bytes - start), start)
 
     def verify(self) -> None:
-        """Raises `ValueError` where the bytes are not those that were written."""
+        """Raises `ValueError` if the bytes differ from those written."""
         if self._crc32 is None:
             return
         crc = 0
@@ -345,7 +346,7 @@ class CheckedFile:
 
 
 def _opened(path: str) -> Descriptor:
-    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep who opens it waiting for who writes it
+    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     if not stat.S_ISREG(system.fstat(fd).st_mode):
         system.close(fd)
         raise CheckpointError(f"{path!r} is no regular file; use another checkpoint")

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: JSON with its own checksum, which names every row file and all that they must be.
+"""The manifest of a checkpoint: JSON with its own checksum, which names every row file and its properties.
 
-Everything in it is checked when it is read, before anything is done with it: a right checksum proves that it did not
-change, not that this library wrote it.
+All of it is checked when it is read, before it is used: a right checksum proves that it did not change, not that this
+library wrote it.
 
-A checkpoint has the lowest version whose readers know all that is in it: 1 with one row file a key space, 2 with
+A checkpoint has the lowest version whose readers know all of its content: 1 with one row file a key space, 2 with
 several, 3 with those of several ranks, 4 with histories of optimizers, 5 of a whole model.
 """
 
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
 VERSION = 5  # of a whole model; 4 with histories of fixed fields; 3, which older libraries read, without; 2 without
 # parts; 1 where every key space has one row file, too
-# 64 times what is written, and little memory: a file of holes may be of any size
+# 64 times the usual size, and little memory: a file of holes may have any size
 _MOST_CHUNK_BYTES = 1 << 30
 _MOST_HISTORY_BYTES = 1 << 40
 _ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
@@ -58,7 +58,7 @@ class Space:
 
     @property
     def row_layout(self) -> RowLayout:
-        """How the rows lie in the file."""
+        """The layout of rows in the file."""
         return layout_of(self.layout, "layout")
 
 
@@ -82,11 +82,11 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """Tells checkpoints apart: no other save makes the same manifest, as it names files of its own."""
+        """Unique: no other save makes the same manifest, as it names its own files."""
         return hashlib.sha256(_text(_fields(self)).encode()).hexdigest()[:16]
 
     def of(self, space: str) -> list[str]:
-        """The entries of a key space: one, or those of the processes that had a part of it each."""
+        """The entries of a key space: one, or one for each process with a part of it."""
         return [name for name in self.spaces if space_of(name) == space]
 
 
@@ -123,14 +123,14 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
     """What a manifest's JSON holds. A library that knows nothing of a field reads what does not need it."""
     fields = dataclasses.asdict(manifest)
     for space, entry in manifest.spaces.items():
-        its = fields["spaces"][space]
-        its["metadata"] = entry.metadata.to_json()
+        written = fields["spaces"][space]
+        written["metadata"] = entry.metadata.to_json()
         for name in ("history", "history_bytes", "history_crc32"):
             if not entry.history:
-                del its[name]
+                del written[name]
         if len(entry.files) == 1:
-            del its["files"]
-            its["file"] = entry.files[0]
+            del written["files"]
+            written["file"] = entry.files[0]
     if not manifest.broken:
         del fields["broken"]
     if manifest.dense is None:
@@ -149,7 +149,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def _content(path: str) -> bytes:
-    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes it
+    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
     try:
         if not stat.S_ISREG(system.fstat(fd).st_mode):
             raise CheckpointError(f"{path!r} is no regular file; give another directory")

@@ -1,8 +1,8 @@
-"""Key spaces of which several processes hold a part each, as checkpoints name and number them.
+"""Key spaces of which several processes have a part each, and their names and numbers in checkpoints.
 
-A checkpoint that one process has written has an entry for each key space. Of one that several have written every
-process has an entry of its own, "<space>@<number>", whose keys are those of the whole key space: who loads it takes
-those that are its own from all of them.
+A checkpoint that one process has written has an entry for each key space. If several have written it, each process has
+an entry of its own, "<space>@<number>", with keys of the whole key space: a process that loads it selects its own from
+all entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KeyPart(Protocol):
         """What the whole key space calls the part's `keys`, int64 (K,): ascending where they are."""
 
     def own(self, keys: Array) -> tuple[Array, Array]:
-        """Which of the whole's `keys` (int64 (K,), ascending) are the part's, bool (K,), and what it calls those."""
+        """Which of the whole's `keys` (int64 (K,), ascending) are in the part, bool (K,), and their keys there."""
 
 
 def part_name(space: str, number: int) -> str:
@@ -42,5 +42,5 @@ def space_of(name: str) -> str:
 
 
 def is_parted(names: Iterable[str]) -> bool:
-    """Whether entries are those of several processes."""
+    """Whether the entries are of several processes."""
     return any(SEPARATOR in name for name in names)

@@ -1,5 +1,5 @@
-"""The history of an optimizer's steps as tieredemb 0.1.0 kept it: in `<path>.history`, beside its row file. It is read
-once, when the row file is opened, and then lies inside of that."""
+"""The history of an optimizer's steps in the form of tieredemb 0.1.0: in `<path>.history`, beside its row file. It is
+read once, when the row file is opened, and moved into that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tieredemb.errors import StorageFormatError
 from tieredemb.storage.file.io import pread_all
 from tieredemb.storage.system import system
 
-_MOST_BYTES = 1 << 36  # of a history of 600 million steps: what is larger is none
+_MOST_BYTES = 1 << 36  # of a history of 600 million steps: a larger file is no history
 
 
 def _path(path: str) -> str:
@@ -21,8 +21,8 @@ def _path(path: str) -> str:
 
 
 def read_beside(path: str, expected: int, *, recover: bool) -> bytes:
-    """The history beside the row file `path`, whose checksum the header has as `expected`; with `recover` whichever is
-    there, as it is replaced before the header. Raises `StorageFormatError` and `OSError`."""
+    """The history beside the row file `path`, with the checksum `expected` from the header; with `recover` any history,
+    as it is replaced before the header. Raises `StorageFormatError` and `OSError`."""
     target = _path(path)
     try:  # a pipe would keep the caller waiting, and a link may lead to anything
         fd = system.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

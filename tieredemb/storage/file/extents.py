@@ -1,8 +1,8 @@
-"""Bytes that lie in a row file behind its rows: the history of an optimizer's steps, written anew at each flush.
+"""Bytes in a row file behind its rows: the history of an optimizer's steps, written anew at each flush.
 
-A header names the extent that counts. The next one is written where it does not overlap that, so that the header before
-stays valid until the next one is durable. Its place is in front of the old one where there is room, else behind it: the
-file has at most about three times the bytes of a history.
+A header names the valid extent. The next one is written where it does not overlap that, so that the old header stays
+valid until the next one is durable. It is placed before the old extent if there is space, else behind it: the file has
+at most about three times the bytes of a history.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StoredExtent(NamedTuple):
         return data
 
     def verify(self) -> None:
-        """Raises `ValueError` where the bytes are not those that were written."""
+        """Raises `ValueError` if the bytes differ from those written."""
         crc = 0
         for start in range(0, self.size_bytes, _READ_BYTES):
             crc = zlib.crc32(self.read(start, _READ_BYTES), crc)
@@ -46,7 +46,7 @@ class StoredExtent(NamedTuple):
 
 
 def extent_for(data: bytes, rows_end: int, before: Extent | None) -> Extent:
-    """Where `data` is to lie in a file whose rows end at `rows_end`, beside the extent `before` that counts as yet."""
+    """An extent for `data` in a file whose rows end at `rows_end`, without overlap with the valid extent `before`."""
     crc = zlib.crc32(data)
     if before is not None and (before.size_bytes, before.crc32) == (len(data), crc):
         return before

@@ -1,5 +1,5 @@
-"""The header of a row file: who wrote it, what the rows are, which set it belongs to, whether its last owner closed it,
-and where in the file the history of an optimizer's steps lies."""
+"""The header of a row file: which version wrote it, the meaning of rows, its set of files, whether its last owner
+closed it, and the extent of the history of an optimizer's steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Membership:
     """The place of a row file in its set, all files of one module or conversion.
 
     `identity`: of the set, 32 hexadecimal digits · `generation`: it grows by one in each session that uses rows of the
-    set · `member`: what the file's name has behind that of the set · `members`: those of all files · `left`: of files
-    that were closed before rows of the others were used in this session, the generation that they have.
+    set · `member`: the suffix of the file's name after that of the set · `members`: of all files · `left`: the
+    generations of files that were closed before rows of the others were used in this session.
     """
 
     identity: str
@@ -43,7 +43,7 @@ class Membership:
 
     @classmethod
     def from_json(cls, value: Any, name: str) -> Membership:
-        """Raises `ValueError` for what is none."""
+        """Raises `ValueError` if it is invalid."""
         fields = fields_of(value, name, ("identity", "generation", "member", "members", "left"))
         identity, member = text_of(fields["identity"], f"{name}.identity"), text_of(fields["member"], f"{name}.member")
         if not _IDENTITY.fullmatch(identity):
@@ -68,7 +68,7 @@ class Extent:
 
     @classmethod
     def from_json(cls, value: Any, name: str) -> Extent:
-        """Raises `ValueError` for what is none."""
+        """Raises `ValueError` if it is invalid."""
         fields = fields_of(value, name, ("start", "size_bytes", "crc32"))
         return cls(
             integer_of(fields["start"], f"{name}.start"),
@@ -83,11 +83,11 @@ class Extent:
 
 @dataclass(frozen=True)
 class Header:
-    """What a slot says. `layout` and `identity` are fixed at creation.
+    """The content of a slot. `layout` and `identity` are fixed at creation.
 
-    `filled`: whether all rows that a module begins with are in the file: of one that is not filled nothing is lost ·
-    `size_bytes`: of the whole file when this was written · `membership`: None in files of version 1 · `beside`: in
-    those, the checksum of the history that lies in a file of its own, 0 where there is none.
+    `filled`: whether all initial rows of a module are in the file: else it has no data to lose · `size_bytes`: of the
+    whole file when this was written · `membership`: None in files of version 1 · `beside`: in those, the checksum of
+    the history in a separate file, 0 without one.
     """
 
     layout: dict[str, Any]
@@ -159,8 +159,8 @@ def layout_of(value: Any, name: str) -> RowLayout:
 
 
 def jsonable(value: Any, what: str) -> Any:
-    """`value` as JSON gives it back (tuples become lists). Raises `ConfigError` for what JSON cannot hold, and for
-    what is nested so deeply that it would be refused when it is read."""
+    """`value` as JSON returns it (tuples become lists). Raises `ConfigError` for values that JSON cannot hold, or that
+    are nested too deeply to be read again."""
     try:
         result = json.loads(json.dumps(value))
         check_depth(result, MAX_GIVEN_DEPTH)

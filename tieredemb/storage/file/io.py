@@ -1,5 +1,4 @@
-"""Whole reads and writes of files, with errors of our own family: which file, what was being done, and the cause
-chained."""
+"""Complete reads and writes of files, with errors of this library that name the file and the action, with the cause."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def pread_all(fd: int, size_bytes: int, offset: int) -> bytes:
 
 
 def pread_into(fd: int, array: np.ndarray[Any, Any], offset: int) -> None:
-    """Fills a C-contiguous array from `offset` on. Holes read as zeros and stay holes, unlike those that are read
-    through a mapping. Raises `OSError` at the end of the file."""
+    """Fills a C-contiguous array from `offset` on. Holes read as zeros and stay holes, unlike reads through a
+    mapping. Raises `OSError` at the end of the file."""
     view = memoryview(array.reshape(-1).view(np.uint8).data)
     while view.nbytes:
         read = system.preadv(fd, [view], offset)
@@ -83,7 +82,8 @@ class Descriptor:
 
 
 def _close(file: io.FileIO) -> None:
-    with contextlib.suppress(OSError):  # the descriptor is gone all the same, and what had to be durable was synced
+    # The descriptor is closed even if this fails, and data that must be durable was synced before.
+    with contextlib.suppress(OSError):
         file.close()
 
 

@@ -1,8 +1,8 @@
-"""Space for the pages of a sparse file, taken before they are written.
+"""Space for the pages of a sparse file, reserved before they are written.
 
-Writing into a hole of a mapped file on a full disk is SIGBUS, which no program can handle; `posix_fallocate`
-beforehand makes it an error. A bit a page remembers what has been asked for, so that a page costs one system
-call in the life of a process, and neighbouring pages share one.
+Writing into a hole of a mapped file on a full disk is SIGBUS, which no program can handle; `posix_fallocate` before
+makes it an error. A bit a page records reserved pages, so that a page costs one system call in the life of a process,
+and neighbouring pages share one.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ class PageMap:
         """Forgets every page: the file was punched."""
         self.bits = np.zeros(-(-self.pages // 8), np.uint8)  # calloc: untouched parts take no memory
         self._unclaimed = self.pages
-        self._claimed: np.ndarray[Any, Any] | None = None  # pages marked, or about to be, that have yet to be taken
+        self._claimed: np.ndarray[Any, Any] | None = None  # pages that are marked, or will be, and not reserved yet
 
     @property
     def is_whole(self) -> bool:
         """Whether every page has its space."""
-        self._settle()
+        self._recover()
         return not self._row_bytes or self._unclaimed == 0
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
-        """Takes space for the rows `keys` (int64 (K,)). Raises `OSError`; what was taken before stays
-        taken."""
-        self._settle()
+        """Reserves space for the rows `keys` (int64 (K,)). Raises `OSError`; pages reserved before stay reserved."""
+        self._recover()
         if not self._row_bytes or not len(keys) or not self._unclaimed:
             return
         from tieredemb.storage.file.pages_cpu import pages_claim
@@ -67,7 +66,7 @@ class PageMap:
 
     def reserve_range(self, start: int, stop: int) -> None:
         """`reserve` for the rows start … stop - 1."""
-        self._settle()
+        self._recover()
         if not self._row_bytes or stop <= start or not self._unclaimed:
             return
         first = start * self._row_bytes // PAGE_BYTES
@@ -83,8 +82,8 @@ class PageMap:
             self._allocate(pages)
             self._claimed = None
 
-    def _settle(self) -> None:
-        """Unmarks the pages of a call that has failed or was interrupted: some were not taken."""
+    def _recover(self) -> None:
+        """Unmarks the pages of a call that failed or was interrupted, as some were not reserved."""
         if self._claimed is None:
             return
         pages = self._claimed[self._claimed >= 0]
@@ -99,7 +98,7 @@ class PageMap:
             yield 8 * start + np.flatnonzero(part)
 
     def row_ranges(self) -> list[tuple[int, int]]:
-        """Rows (start, stop) of which a byte lies in a page that was taken, ascending."""
+        """Rows (start, stop) with a byte in a reserved page, ascending."""
         ranges: list[tuple[int, int]] = []
         for pages in self._taken() if self._row_bytes else ():
             for lo, hi in _runs(pages):
@@ -107,8 +106,8 @@ class PageMap:
                 ranges.append((start // self._row_bytes, -(-stop // self._row_bytes)))
         return ranges
 
-    def write_again(self, region: np.ndarray[Any, Any]) -> None:
-        """Makes every page that was taken dirty, whose bytes stay. `region`: uint8, the region's bytes."""
+    def rewrite(self, region: np.ndarray[Any, Any]) -> None:
+        """Makes every reserved page dirty, with unchanged bytes. `region`: uint8, the region's bytes."""
         for pages in self._taken():
             region[pages * PAGE_BYTES] = region[pages * PAGE_BYTES]
 
@@ -137,10 +136,9 @@ def _take(fd: int, offset: int, size_bytes: int) -> None:
 
 
 def _fill_holes(fd: int, offset: int, size_bytes: int) -> None:
-    """Writes zeros where there are zeros, for a filesystem without fallocate: a page with data is never
-    written.
+    """Writes zeros over zeros, for a filesystem without fallocate: a page with data is never written.
 
-    The content is asked, not `SEEK_HOLE`: filesystems that lack one often lack the other.
+    It reads the content in place of `SEEK_HOLE`, as filesystems that lack one often lack the other.
     """
     zeros = bytes(PAGE_BYTES)
     for position in range(offset, offset + size_bytes, PAGE_BYTES):

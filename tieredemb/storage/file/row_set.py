@@ -1,13 +1,13 @@
-"""The row files of one module or conversion are one set: they are opened together, or none of them is.
+"""The row files of one module or conversion are a set: all are opened, or none.
 
-A survey takes the files of this process and reads their headers; it changes nothing. What all processes have surveyed
-is then compared (`check_set`): a set that lacks a file, or has one of another day, is refused whole. Only after that a
-file is created or used.
+A survey locks the files of this process and reads their headers; it changes nothing. Then the surveys of all processes
+are compared (`check_set`): a set that lacks a file, or has one of another session, is refused as a whole. Only then is
+a file created or used.
 
-An opening is given the names of all key spaces and reads all headers under the locks of the files; one that fails
-leaves them as they were. The generation grows by one when rows are first used in a session: all open files are marked
-then, and their headers tell which files were closed before (`left`), so that these are told from files of another day.
-A file whose first rows were never all written says so (`filled`), and its whole set is made anew.
+An opening gets the names of all key spaces and reads all headers under the locks of the files; if it fails, they stay
+unchanged. The generation grows by one when rows are first used in a session: then all open files are marked, and their
+headers list files that were closed before (`left`), to distinguish these from files of another session. A file whose
+initial rows were never completely written says so (`filled`), and its whole set is made anew.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Marked(Protocol):
 
 @dataclass
 class OpenSet:
-    """The files of a set that this process has open. `generation`: that of the rows as they are now · `begun`: whether
-    they were used in this session."""
+    """The open files of a set in this process. `generation`: of the present rows · `begun`: whether they were used in
+    this session."""
 
     identity: str
     members: tuple[str, ...]
@@ -63,10 +63,10 @@ class OpenSet:
     left: dict[str, int] = field(default_factory=dict)  # files that were closed before, and their generations
     begun: bool = False
     files: weakref.WeakSet[Marked] = field(default_factory=weakref.WeakSet)
-    lock: threading.RLock = field(default_factory=threading.RLock)  # of the headers: caches have threads of their own
+    lock: threading.RLock = field(default_factory=threading.RLock)  # of the headers, as caches have their own threads
 
     def membership(self, member: str) -> Membership:
-        """What the header of a file says of the set now."""
+        """The present set in the header of a file."""
         return Membership(self.identity, self.generation, member, self.members, dict(self.left))
 
     def leave(self, file: Marked, member: str, generation: int) -> None:
@@ -109,8 +109,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What a process says of its files to the others. `base`: the path that their names begin with · `members`: those
-    it is to open · `headers`: of those that exist · `others`: members of sets at that path that it is not to open."""
+    """A process's report of its files to the others. `base`: the path that their names begin with · `members`: to be
+    opened · `headers`: of existing ones · `others`: members of sets at that path that are not to be opened."""
 
     base: str
     members: tuple[str, ...]
@@ -126,7 +126,7 @@ def path_of(base: str, member: str) -> str:
 
 
 def claim(path: str, *, fresh: bool) -> Claim | None:
-    """Takes the file at `path` for this process, if it is there. Raises `StorageFormatError`, `StorageLockedError` and
+    """Locks the file at `path` for this process, if it exists. Raises `StorageFormatError`, `StorageLockedError` and
     `StorageError`."""
     with storage_errors(path, "opening"):
         try:
@@ -161,7 +161,7 @@ def locked(path: str, file: Descriptor) -> FileLock:
 
 
 def _owner(path: str) -> str:
-    """Who holds the file, as its header says: the owner writes its pid after it has the lock."""
+    """The owner of the file by its header: the owner writes its pid once it has the lock."""
     with contextlib.suppress(OSError):
         fd = system.open(path, os.O_RDONLY)
         try:
@@ -189,7 +189,7 @@ def others_at(base: str, members: Sequence[str]) -> tuple[str, ...]:
 
 
 def _membership(path: str) -> Membership | None:
-    """What a file says of its set; None of what is no row file of a set."""
+    """The set of a file; None if it is no row file of a set."""
     with contextlib.suppress(OSError, StorageError):
         fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
@@ -202,10 +202,10 @@ def _membership(path: str) -> Membership | None:
 
 
 def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: str) -> OpenSet:
-    """The set that processes have surveyed, `surveys[r]` by process r, if it is whole and may be opened. `given`: what
-    would be written over its rows, "" if nothing would.
+    """The set that processes have surveyed, `surveys[r]` by process r, if it is complete and may be opened. `given`:
+    what would overwrite its rows, "" if nothing would.
 
-    Raises `StorageFormatError` for files that do not belong together, `StorageExistsError` and `UncleanFileError`.
+    Raises `StorageFormatError` for files of different sets, `StorageExistsError` and `UncleanFileError`.
     """
     base = surveys[0].base
     members = tuple(sorted({member for each in surveys for member in each.members}))
@@ -251,8 +251,8 @@ def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: 
 
 
 def _finished(survey: Surveyed, surveys: Sequence[Surveyed]) -> dict[str, Header]:
-    """The headers of a survey but for those of sets that were not finished: where the first rows of one file were not
-    all written, its owner was killed before any of the set was used."""
+    """The headers of a survey, without those of unfinished sets: if the initial rows of one file were not completely
+    written, its owner was killed before any row of the set was used."""
     unfinished = frozenset[str]().union(*(each.unfinished for each in surveys))
     return {
         member: header
@@ -302,8 +302,8 @@ def _identity(base: str, found: dict[str, Header]) -> str | None:
 
 
 def _generation(base: str, found: dict[str, Header]) -> tuple[int, bool]:
-    """The generation of all these files, and whether their owner was killed when it had marked some of them: those are
-    unclean, and the others one behind. A file that its owner had closed before may be behind, as the headers of the
+    """The generation of all these files, and whether their owner was killed after marking only some of them: these are
+    unclean, and the others one behind. A file that was closed before may be further behind, as the headers of the
     newest ones tell. Raises `StorageFormatError`."""
     of = {path: header.membership.generation if header.membership else UPGRADED for path, header in found.items()}
     newest = max(of.values())

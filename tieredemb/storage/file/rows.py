@@ -69,7 +69,7 @@ class FileRows(ColdRows):
         self._set, self._member = row_set, "" if header.membership is None else header.membership.member
         self._is_marked = False  # unclean in this session, durably
         self._synced = plain_metadata(header.metadata)  # as the file has it
-        self._writes_again = False  # a flush has failed, or was interrupted
+        self._is_to_rewrite = False  # a flush has failed, or was interrupted
         self._failure = ""  # of the disk, as long as rows that it may have lost were not saved elsewhere
         self._is_kept = False  # whether all rows were saved elsewhere since the last change
         weight_at, self._state_at, self._rows_end = regions(layout, slots.region_bytes)
@@ -113,7 +113,7 @@ class FileRows(ColdRows):
         """Writes the mark, and the generation of the set, durably. For the set, whose files are marked at once."""
         self._check_usable()
         with storage_errors(self.path, "marking"):
-            for _ in range(2):  # both copies: damage to one must not bring an older "clean" back
+            for _ in range(2):  # both copies, so that damage to one does not restore an older "clean"
                 self._write_header(metadata=self._synced, clean=False)
         self._is_marked = True
 
@@ -189,7 +189,7 @@ class FileRows(ColdRows):
         return scores
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
-        """The rows whose score lies in a data extent of the file: holes are skipped by the filesystem."""
+        """The rows whose score is in a data extent of the file: the filesystem skips holes."""
         self._check_usable()
         row_bytes = (self.layout.state_width + 1) * STATE_DTYPE.itemsize
         end, start, stop = self._state_at + self.layout.state_bytes, 0, 0
@@ -243,16 +243,16 @@ class FileRows(ColdRows):
                 raise
             size = system.fstat(fd).st_size
             behind = pread_all(fd, size - stop, stop)
-            try:  # the caller serialises: nobody reads the mapping between these two lines
+            try:  # the caller serialises: the mapping is not read between these two lines
                 system.ftruncate(fd, start)
             finally:
                 system.ftruncate(fd, size)
                 pwrite_all(fd, behind, stop)
 
     def flush(self) -> None:
-        """Rows, then metadata, to the disk; returns when they are durable. The file stays marked unclean: the
-        hot cache goes on being newer. After a failure rows are as they were, and another call tries again; where the
-        disk has failed it is refused until the rows were `kept`."""
+        """Writes rows, then metadata, to the disk; returns when they are durable. The file stays marked unclean, as the
+        hot cache becomes newer again. After a failure rows are unchanged, and another call tries again; if the disk has
+        failed, it is refused until the rows were `kept`."""
         self._check_usable()
         self._check_linked()
         self._sync(clean=self._header.clean and not self._is_marked)
@@ -265,7 +265,7 @@ class FileRows(ColdRows):
             self._sync(clean=True)
 
     def kept(self) -> None:
-        """All rows were saved elsewhere as they are: what the disk may have lost is lost to nobody."""
+        """Called when all rows were saved elsewhere: a failed disk no longer prevents closing."""
         self._failure, self._is_kept = "", True
 
     def _check_linked(self) -> None:
@@ -282,25 +282,25 @@ class FileRows(ColdRows):
             raise StorageError(self._failure)
         metadata = plain_metadata(self.metadata)
         with storage_errors(self.path, "flushing"):
-            if self._writes_again:
-                self._weight_pages.write_again(self._weight_bytes)
-                self._state_pages.write_again(self._state_bytes)
-            self._writes_again = True
+            if self._is_to_rewrite:
+                self._weight_pages.rewrite(self._weight_bytes)
+                self._state_pages.rewrite(self._state_bytes)
+            self._is_to_rewrite = True
             try:
                 system.msync(self._map)
                 changes = self._with_history()
-                self._is_marked &= not clean  # before it is so: later changes mark it again
-                # the mark comes after the rows: if it is what fails, the rows are durable
+                self._is_marked &= not clean  # before the header says so: later changes mark it again
+                # the mark is written after the rows: if it fails, the rows are durable
                 self._write_header(metadata=metadata, clean=clean, **changes)
             except OSError as error:
                 if error.errno is not None and error.errno not in FULL:
                     self._failure = self._explain(error)
                     raise StorageError(self._failure) from error
                 raise
-        self._writes_again, self._synced = False, metadata
+        self._is_to_rewrite, self._synced = False, metadata
 
     def _with_history(self) -> dict[str, Any]:
-        """What a header says of the history of steps, which is durable then."""
+        """Writes the history of steps durably; returns its fields for a header."""
         if self.history is None:
             return {}
         data, before = self.history.to_bytes(), self._header.history
@@ -321,13 +321,13 @@ class FileRows(ColdRows):
         )
 
     def close(self) -> None:
-        """Gives the file back. In a forked child it only lets go: the file is the parent's."""
+        """Closes the file. In a forked child it only closes the descriptor: the parent owns the file."""
         if self._closed:
             return
         self.released = True
         for name in ("weight", "state", "_weight_bytes", "_state_bytes"):
             setattr(self, name, getattr(self, name)[:0].copy())
-        self.__dict__.pop("_map", None)  # unmapped when nobody holds the arrays any more
+        self.__dict__.pop("_map", None)  # unmapped when the arrays are no longer referenced
         self._file.close()
         self._lock.release()
         self._set.leave(

@@ -1,8 +1,8 @@
-"""Where the header of a row file lies: two slots, which are written in turn.
+"""The header of a row file is in two slots, which are written alternately.
 
 Each has a sequence number and a checksum: a torn write leaves the other one valid. Layout of a slot: a fixed prefix
-(`_PREFIX`), then JSON. The prefix never changes, so that every version of the library can tell that a file is newer
-than itself. The slot's size is chosen at creation, twice what the JSON takes.
+(`_PREFIX`), then JSON. The prefix never changes, so that every version of the library recognises a newer file. The
+slot's size is chosen at creation, twice the size of the JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tieredemb.storage.stored_json import integer_of, parse
 from tieredemb.storage.system import system
 
 MAGIC = b"TIEREMB\x00"
-VERSION = 2  # 1: without a set, and with the history of steps in a file beside it
+VERSION = 2  # 1: without a set, and with the history of steps in a separate file
 REGION_BYTES = 65536  # alignment of the regions: the largest page size that Linux runs with
 _PREFIX = struct.Struct("<8sIIQQII")  # magic, version, 0, slot size, sequence, JSON size, CRC of all before and after
 _SLOT_BYTES = tuple((REGION_BYTES // 2) << power for power in range(12))
@@ -37,7 +37,7 @@ class HeaderSlots:
 
     @classmethod
     def create(cls, path: str, fd: int, header: Header) -> HeaderSlots:
-        """Claims the empty file `fd`: a prefix of sequence 0 says that its creation has not finished."""
+        """Claims the empty file `fd`: a prefix of sequence 0 means that its creation has not finished."""
         needed = 2 * (_PREFIX.size + len(header.to_json()))
         slot_bytes = next((size for size in _SLOT_BYTES if size >= needed), None)
         if slot_bytes is None:
@@ -76,7 +76,7 @@ class HeaderSlots:
         try:
             integer_of(sequence, "sequence", low=1)
             header = Header.from_json(parse(payload), version)
-        except ValueError as error:  # whole and wrong: the slot before it would bring an older state back
+        except ValueError as error:  # complete and wrong: the other slot would restore an older state
             raise StorageFormatError(
                 f"the header of {path!r} is not one that this library writes: {error}; restore the file, or open it "
                 "with File(path, fresh=True) and load a checkpoint"
@@ -85,21 +85,21 @@ class HeaderSlots:
 
 
 def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, int, bytes] | None:
-    """Version, sequence number, slot size and JSON of the slot at `offset`, which has to say `slot_bytes` (if given),
-    or None."""
+    """Version, sequence number, slot size and JSON of the slot at `offset`, which must have `slot_bytes` (if given), or
+    None."""
     prefix = pread_all(fd, _PREFIX.size, offset)
     if len(prefix) < _PREFIX.size:
         return None
     *fields, crc = _PREFIX.unpack(prefix)
-    magic, version, _, said_bytes, sequence, payload_bytes = fields
-    if magic != MAGIC or not 1 <= version <= VERSION or said_bytes not in _SLOT_BYTES:
+    magic, version, _, size_bytes, sequence, payload_bytes = fields
+    if magic != MAGIC or not 1 <= version <= VERSION or size_bytes not in _SLOT_BYTES:
         return None
-    if slot_bytes not in (None, said_bytes) or payload_bytes > said_bytes:
+    if slot_bytes not in (None, size_bytes) or payload_bytes > size_bytes:
         return None
     payload = pread_all(fd, payload_bytes, offset + _PREFIX.size)
     if sequence == 0 or zlib.crc32(payload, zlib.crc32(_PREFIX.pack(*fields, 0))) != crc:
         return None
-    return version, sequence, said_bytes, payload
+    return version, sequence, size_bytes, payload
 
 
 def is_own(fd: int) -> bool:
@@ -108,7 +108,7 @@ def is_own(fd: int) -> bool:
 
 
 def is_unfinished(fd: int) -> bool:
-    """Whether the creation of the file did not come to its end: its creator died, and no row was ever in it."""
+    """Whether the creation of the file was not finished: its creator died, and it never had a row."""
     start = pread_all(fd, _PREFIX.size, 0)
     if len(start) < _PREFIX.size or not start.startswith(MAGIC):
         return False

@@ -49,24 +49,24 @@ class File(Storage):
     """Rows live in the file `path`, which is created when it is missing.
 
     A module or conversion whose tables need several files (a collection of several widths, a model of several caches,
-    ranks) has one for each, `path` plus a suffix. They are one set: it opens whole, or is refused where a file is
-    missing, left over, renamed or of another day.
+    ranks) has one for each, `path` plus a suffix. They are one set: all are opened, or the set is refused if a file
+    is missing, left over, renamed or of another session.
 
-    Where the rows of a file and rows that are given meet (a converted model's weights, `from_pretrained`, `_weight`),
-    `keep=True` takes the rows, optimizer state, steps and scores of the file and does not write those that are given;
-    where there is no file yet, it writes them. `fresh=True` discards the rows of the file, every time it is opened, for
-    example to load a checkpoint; it never touches a foreign file. With neither, a file that exists is refused then.
+    If a file has rows, and rows are given as well (a converted model's weights, `from_pretrained`, `_weight`),
+    `keep=True` keeps the rows, optimizer state, steps and scores of the file and does not write the given rows; without
+    a file it writes them. `fresh=True` discards the rows of the file, every time it is opened, for example to load a
+    checkpoint; it never touches a foreign file. With neither, an existing file is then refused.
 
-    A file that its last owner did not close (a crash, a kill) is refused, unless `recover=True` takes its rows as they
-    are (some may be older than others: their last updates were in the lost cache, and metadata is that of the last
-    flush) or `fresh=True` discards them.
+    A file that its last owner did not close (a crash, a kill) is refused, unless `recover=True` accepts its rows (some
+    may be older than others, as their last updates were in the lost cache; metadata is of the last flush) or
+    `fresh=True` discards them.
 
-    A full disk is an error, not a signal, as far as the filesystem keeps what `posix_fallocate` promises; copy-on-write
-    filesystems (btrfs, snapshots) do not.
+    A full disk is an error, not a signal, if the filesystem implements `posix_fallocate`; copy-on-write filesystems
+    (btrfs, snapshots) do not.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1_000_000, 4, capacity=100, storage=tieredemb.File("user.rows"))
     >>> rows = bag(torch.tensor([[7, 999_999]]))
-    >>> bag.close()    # marks the file clean; it happens by itself when the process ends
+    >>> bag.close()    # marks the file clean; done automatically when the process ends
     """
 
     path: str | os.PathLike[str]
@@ -99,8 +99,8 @@ class File(Storage):
     ) -> Iterator[FileOpener]:
         """See `Storage.opening`.
 
-        Raises `StorageFormatError` (foreign, newer, truncated, damaged, another layout or identity, files that do not
-        belong together), `StorageExistsError`, `StorageLockedError` (someone holds a file), `UncleanFileError`,
+        Raises `StorageFormatError` (foreign, newer, truncated, damaged, another layout or identity, files of different
+        sets), `StorageExistsError`, `StorageLockedError` (another process has a file), `UncleanFileError`,
         `StorageError` (the system refuses).
         """
         base, claims = os.path.realpath(os.fspath(self.path)), dict[str, Claim]()
@@ -109,14 +109,13 @@ class File(Storage):
                 row_set = self._checked_set(base, claims, names, given, gather)
             yield FileOpener(base, claims, row_set, fills)
         finally:
-            for each in claims.values():  # those that were not opened
+            for each in claims.values():  # the claims that were not opened
                 each.lock.release()
 
     def _checked_set(
         self, base: str, claims: dict[str, Claim], names: Sequence[str], given: str, gather: Gather
     ) -> OpenSet:
-        """Takes the files that there are, into `claims`, and compares them with each other and with those of all
-        processes."""
+        """Locks the existing files, in `claims`, and compares them with each other and with those of all processes."""
         try:
             for name in names:
                 found = claim(os.path.realpath(path_of(base, name)), fresh=self.fresh)
@@ -169,8 +168,8 @@ def _discard(path: str, *, patience: float) -> None:
 
 @dataclass(frozen=True)
 class FileOpener:
-    """Opens the files of a set that was checked. `claims`: those that exist, until they are opened · `fills`: whether
-    the rows of new files are written before anything else is done with them."""
+    """Opens the files of a checked set. `claims`: existing files, until they are opened · `fills`: whether the rows of
+    new files are written before they are used."""
 
     base: str
     claims: dict[str, Claim]
@@ -202,7 +201,7 @@ class FileOpener:
                 membership = header.membership or self.row_set.membership(name)
                 header = replace(header, membership=membership, pid=os.getpid())
             mapping = map_rows(file.fd, regions(layout, slots.region_bytes)[-1])
-            slots.write(header)  # who has the file
+            slots.write(header)  # names the owner of the file
             fsync_directory(os.path.dirname(path))
             rows = FileRows(path, layout, found.lock, file, mapping, slots, header, self.row_set)
             rows.is_new, rows.was_recovered = found.header is None, not header.clean
@@ -235,7 +234,7 @@ def _create(
 
 
 def _accept(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> tuple[HeaderSlots, Header]:
-    """Reads the header and compares everything that it says with what is there."""
+    """Reads the header and compares all of it with the file."""
     slots, header = HeaderSlots.load(path, fd)
     found = difference(header.layout, layout_fields(layout), "layout")
     found = found or difference(header.identity, identity, "identity")
@@ -257,15 +256,15 @@ def _accept(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> 
 
 
 def _check_size(path: str, fd: int, header: Header, end: int) -> None:
-    """Raises `StorageFormatError` where the file has not the size that its header gives, or an extent lies in its rows.
-    A flush that was cut off may have left an unclean file larger or smaller behind what it needs, and one that was
-    cut off amid taking in a history larger."""
+    """Raises `StorageFormatError` if the file does not have the size in its header, or an extent overlaps its rows.
+    After an interrupted flush an unclean file may be larger or smaller beyond the part that it needs, and after an
+    interrupted move of a history larger."""
     size, expected = system.fstat(fd).st_size, header.size_bytes or end
     extent = header.history
     needed = end if extent is None else extent.stop
-    is_apart = extent is None or end <= extent.start
+    is_separate = extent is None or end <= extent.start
     is_exact = header.clean and not header.beside
-    if not is_apart or not needed <= expected or size < needed or (is_exact and size != expected):
+    if not is_separate or not needed <= expected or size < needed or (is_exact and size != expected):
         raise StorageFormatError(
             f"{path!r} has {size} bytes and its header says {expected}: it was truncated or appended to; restore "
             "it, or open it with File(path, fresh=True) and load a checkpoint"
