@@ -450,7 +450,7 @@ class ShardedCall:
             self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.exchange_number, trains=trains)
-            elif self._learns_bounds:
+            elif not context.eager_buffers.is_off and self._learns_bounds:
                 context.eager_buffers.rows_sent()
             for bags, rows_to_send in kept:
                 rows_of_ids = exchange.send(rows_to_send, ROWS)
