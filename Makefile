@@ -1,13 +1,13 @@
 # Needs python3 (3.11 or newer, with venv), make and a package registry. Everything is installed in .venv: what training
 # needs by `make train`, the tools and tests too by the others.
 #   PYTHON=python3.12   another interpreter        ARGS=…   passed on to the command that a target runs
-#   WORKERS='-n 4'      processes that run the tests: where all are run one more than cores, as some wait, 8 at most; else one
+#   WORKERS='-n 4'      processes that run the tests: where all are run two more than cores, as many tests wait, 8 at most; else one
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-WORKERS ?= $(if $(ARGS),,-n $(shell expr $(CORES) + 1) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+WORKERS ?= $(if $(ARGS),,-n $(shell expr $(CORES) + 2) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 INSTALLED := .venv/.installed
 TRAINABLE := .venv/.trainable
 CLIENTS := build/clients

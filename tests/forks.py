@@ -203,7 +203,8 @@ class Fork:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its server has not reported it yet
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
