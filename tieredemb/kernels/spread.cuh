@@ -7,7 +7,7 @@ struct Spread {
     int ranks;
 };
 
-// Which of the ranks · each rows is written as number `turn`, and to where: one rank after another, so that a GPU
+// Which of the ranks · each rows is is the one written as `number`, and to where: one rank after another, so that a GPU
 // writes to all of them at the same time, including its own memory.
 template <typename T>
 struct Target {
@@ -16,9 +16,9 @@ struct Target {
 };
 
 template <typename T>
-__device__ __forceinline__ Target<T> target_of(const Spread &spread, i64 turn, int width) {
-    const i64 place = turn / spread.ranks;
-    const int rank = (int)(turn - place * spread.ranks);
+__device__ __forceinline__ Target<T> target_of(const Spread &spread, i64 number, int width) {
+    const i64 place = number / spread.ranks;
+    const int rank = (int)(number - place * spread.ranks);
     return {rank * spread.each + place,
             reinterpret_cast<T *>(spread.begins[rank]) + (spread.first + place) * width};
 }

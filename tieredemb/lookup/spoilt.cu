@@ -4,7 +4,7 @@
 
 // `spoilt`: float (n), NaN of tables whose gradients were. A step can be taken where every row takes part in it
 // (`is_dense`) and all tables of one step counter are spoilt alike, or each has one of its own (`separate`); or where
-// none is. `found_inf`: of a scaler, or null: then there is no step, and nothing to tell. Writes to `skipped` what
+// none is. `found_inf`: of a scaler, or null: then there is no step, and nothing to report. Writes to `skipped` what
 // `step_begin` takes as `found_inf`; to `factors`, float (n) or null, what it takes as such; and the first spoilt table
 // of a step that is refused, or that of `tables` (int, n), to the host, unless it has a report that it has not read.
 // One warp.

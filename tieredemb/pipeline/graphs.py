@@ -72,7 +72,7 @@ class GraphStep(Generic[R]):
             step = None
         if step is None:
             return self._first(batch)
-        if CAPTURING and threading.get_ident() in CAPTURING:  # to ask torch takes 1.3 µs of each replay
+        if CAPTURING and threading.get_ident() in CAPTURING:  # asking torch takes 1.3 µs of each replay
             raise UnsupportedError(
                 "a captured step is called inside another one that is being captured, which cannot hold its replay; "
                 "call the function that it was made of there"

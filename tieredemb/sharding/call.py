@@ -606,13 +606,13 @@ class ShardedCall:
             else:
                 scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to)
             given = [values for values in (rows, scale) if values is not None]
-            scales = [exchange.sending(values, bags.grads, part.grads) for values in given]
-            sending.append([*scales] if buffer is None else [buffer.grads.received, *scales])
+            of_part = [exchange.sending(values, bags.grads, part.grads) for values in given]
+            sending.append([*of_part] if buffer is None else [buffer.grads.received, *of_part])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
         for call in self._calls:
             check_update(call)
         is_final = all(request.keeps_gradients for request in self._requests)
-        return ReadyGradients(sending, kept, is_infinite, is_final and all(len(scales) == 1 for scales in sending))
+        return ReadyGradients(sending, kept, is_infinite, is_final and all(len(of_part) == 1 for of_part in sending))
 
     def _buffers_of_gradients(self) -> Sequence[PartBuffers | None]:
         """Of each part the buffer for its gradients, to which this rank may write from now on; None where they are

@@ -176,7 +176,7 @@ class ShardedContext:
         if optimizer is None:
             return NO_FINGERPRINT
         coming = optimizer.options_fingerprint(waits=waits) if updates else 0
-        return UpdateFingerprint(optimizer.steps_fingerprint, coming, optimizer.course)
+        return UpdateFingerprint(optimizer.steps_fingerprint, coming, optimizer.fingerprint_values)
 
     def wait_for(self, done: torch.cuda.Event) -> None:
         """Waits for a GPU, before a header; see `Exchange.wait_for`."""

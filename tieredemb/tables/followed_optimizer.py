@@ -543,7 +543,7 @@ class FollowedOptimizer:
             return 0
         return steps_fingerprint(self._steps, self._calls, self._fingerprint.of(dict(self._last.items)))
 
-    def course(self) -> dict[str, object]:
+    def fingerprint_values(self) -> dict[str, object]:
         """See `RowOptimizer`."""
         it = f"the {type(self.optimizer).__name__} that the tables follow"
         found: dict[str, object] = {

@@ -151,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """See `RowOptimizer`."""
         return self._fingerprint.of(self._own(self.options()) | self._scaled(waits=waits))
 
-    def course(self) -> dict[str, object]:
+    def fingerprint_values(self) -> dict[str, object]:
         """See `RowOptimizer`."""
         kind, own = type(self._config).__name__, self._own(self.options())
         return {f"{name} of the {kind} that updates the rows": value for name, value in own.items()} | self._scaled()

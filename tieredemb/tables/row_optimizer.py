@@ -60,7 +60,7 @@ class RowOptimizer(Protocol):
         """A fingerprint of 63 bits, equal on ranks whose torch optimizers have taken as many steps, of as many lookups,
         with equal options at the last one. 0 for a fused one, which steps in backwards."""
 
-    def course(self) -> dict[str, object]:
+    def fingerprint_values(self) -> dict[str, object]:
         """What both fingerprints are made of, by name, for messages. May wait for a GPU."""
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
