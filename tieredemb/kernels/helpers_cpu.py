@@ -77,7 +77,7 @@ def wait_for_call(board):
 
 
 def helper_serve(board):
-    """Works on one job after another, until the board is marked as over. A helper that is late may find the next job."""
+    """Works on one job after another, until the board is marked over. A helper that is late may find the next job."""
     while atomic_load(board + IS_OVER) == 0:
         wait_for_call(board)
         atomic_add(board + AT_IT, 1)

@@ -7,7 +7,7 @@ struct Spread {
     int ranks;
 };
 
-// Which of the ranks · each rows is is the one written as `number`, and to where: one rank after another, so that a GPU
+// Which of the ranks · each rows is written as row `number`, and to where: one rank after another, so that a GPU
 // writes to all of them at the same time, including its own memory.
 template <typename T>
 struct Target {
