@@ -13,6 +13,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,18 @@ def on_cpu(module: nn.Module) -> nn.Module:
 
 
 def idle(module: TieredModule) -> bool:
-    """Whether no batch is in flight. What nobody can reach any more is collected before that counts."""
-    if not _rests(module):
+    """Whether no batch is in flight. What nobody can reach any more is collected before that counts.
+
+    Autograd's thread of a GPU drops the graph of a backward that failed after the error has reached us: it is waited
+    for.
+    """
+    deadline = time.monotonic() + 1
+    while not _rests(module):
+        if time.monotonic() > deadline:
+            return False
         gc.collect()
-    return _rests(module)
+        time.sleep(0.001)
+    return True
 
 
 def _rests(module: TieredModule) -> bool:
