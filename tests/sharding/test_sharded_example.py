@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of the installed package
 
 from sharding.ranks import calls_of
-from sharding.worlds import World, on_cpu
+from sharding.worlds import World, need_gpus_for, on_cpu
 
 from examples.dlrm import trainer as training
 from examples.dlrm.__main__ import main
@@ -129,8 +129,7 @@ def test_a_run_that_ended_goes_on_in_any_number_of_processes(worlds, trained, tm
 @pytest.fixture(scope="module")
 def gpus():
     """Two processes with a GPU each."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"2 processes need a GPU each, here are {torch.cuda.device_count()}")
+    need_gpus_for(2)
     started = World(2, "cuda")
     yield started
     started.close()
@@ -173,8 +172,7 @@ def test_torchrun_starts_it_and_one_process_talks():
 
 
 def test_torchrun_gives_each_process_a_gpu():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"2 processes need a GPU each, here are {torch.cuda.device_count()}")
+    need_gpus_for(2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "examples.dlrm", "train", *SMALL_OPTIONS, "--prefetch", "1", "--graph"],

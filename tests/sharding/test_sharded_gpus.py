@@ -16,7 +16,7 @@ import torch
 from devices import equal
 from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
 from sharding.test_sharded_cuda_graphs import graphs_of
-from sharding.worlds import World
+from sharding.worlds import World, need_gpus_for
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -30,8 +30,7 @@ TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 
 @pytest.fixture(scope="module")
 def world():
     """Of ranks with a GPU each."""
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    need_gpus_for(RANKS)
     started = world_that_sends()
     yield started
     started.close()
@@ -456,8 +455,7 @@ def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead, alike):
 
 def check_killed(run, *how):
     """The other ranks raise in time, and their processes end by themselves."""
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    need_gpus_for(RANKS)
     broken = world_that_sends()
     try:
         for pipe in broken.pipes:

@@ -120,13 +120,16 @@ class Gpu:
         self.uuid = uuid
 
 
-def shares_a_gpu(rank, size):
-    """As if there were GPUs, of which ranks 0 and 2 have the same one."""
+def shares_a_gpu(rank, size, allowing=()):
+    """As if there were GPUs, of which ranks 0 and 2 have the same one; NCCL takes several on one on the ranks
+    `allowing` it."""
     exchange = Exchange(None, None)
     exchange.has_nccl = True
-    before, torch.cuda.get_device_properties = torch.cuda.get_device_properties, lambda device: Gpu(rank % 2)
-    found = raised(exchange.check_device, torch.device("cuda", 0)), raised(exchange.check_device, torch.device("cpu"))
-    torch.cuda.get_device_properties = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu(rank % 2))
+        patch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(rank in allowing)))
+        devices = torch.device("cuda", 0), torch.device("cpu")
+        found = tuple(raised(exchange.check_device, device) for device in devices)
     exchange.close()
     return found
 
@@ -137,3 +140,10 @@ def test_ranks_on_one_gpu_are_refused_where_they_would_meet_by_nccl(worlds):
         assert found[1].startswith("ranks 0 and 2 are on the same GPU")
         assert on_cpu is None
     assert all(found is None for found, _ in worlds(2).run(shares_a_gpu))
+
+
+def test_ranks_on_one_gpu_meet_by_nccl_where_it_was_told_to_take_them(worlds):
+    assert all(found is None for found, _ in worlds(3).run(shares_a_gpu, (0, 1, 2)))
+    for found, _ in worlds(3).run(shares_a_gpu, (0, 1)):  # not on all of them
+        assert found[0] == "ConfigError"
+        assert "set NCCL_MULTI_RANK_GPU_ENABLE=1 for all ranks" in found[1]

@@ -15,6 +15,7 @@ from devices import equal
 from sharding import test_sharded_gpus
 from sharding.ranks import batch_of, calls_of, seven, sharding_of, tables_of
 from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, check_counted, compare, world
+from sharding.worlds import need_gpus_for
 from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
@@ -450,8 +451,7 @@ def waits_in_vain(rank, size):
 
 
 def test_a_gpu_that_waits_for_another_in_vain_fails():
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    need_gpus_for(RANKS)
     broken = test_sharded_gpus.world_that_sends()
     try:
         for pipe in broken.pipes:

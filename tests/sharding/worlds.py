@@ -1,5 +1,5 @@
 """Worlds of processes, which run functions for tests: started once, as a process takes seconds to start. They are on
-gloo; where there is a GPU for each of them, on NCCL, too, else those of a world on a GPU share it."""
+gloo; where NCCL takes them (`has_gpus_for`), on NCCL, too, else those of a world on a GPU share it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ from forks import call
 START = multiprocessing.get_context("spawn")
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
+
+
+def has_gpus_for(ranks):
+    """Whether NCCL takes as many ranks here: where they have a GPU each, and from NCCL 2.30 on where a variable of its
+    own lets several share one."""
+    import torch
+
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return torch.cuda.device_count() >= (1 if is_shared else ranks)
+
+
+def need_gpus_for(ranks):
+    """Skips a test where NCCL does not take as many ranks."""
+    import pytest
+    import torch
+
+    if not has_gpus_for(ranks):
+        pytest.skip(f"{ranks} ranks need as many GPUs, here are {torch.cuda.device_count()}")
 
 
 def on_cpu(value):
@@ -45,8 +63,8 @@ def serve(rank, size, meeting, device, pipe):
     torch.set_num_threads(1)
     backend = "gloo"
     if device != "cpu":
-        if torch.cuda.device_count() >= size:
-            torch.cuda.set_device(rank)
+        if has_gpus_for(size):
+            torch.cuda.set_device(rank % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
         torch.set_default_device(device)
         torch.zeros(1)

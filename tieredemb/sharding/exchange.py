@@ -41,6 +41,8 @@ from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
+SEVERAL_A_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # the variable by which NCCL takes several ranks on one GPU
+
 
 class RankLocation(NamedTuple):
     """Where a rank is: its host, and the UUID of its GPU. `shares`: equal for two processes of a host that can share
@@ -467,8 +469,8 @@ class Exchange:
             raise ConfigError(f"{difference}; give the same on all of them")
 
     def check_device(self, device: torch.device) -> None:
-        """Notes where the ranks' GPUs are. Raises `ConfigError` on all ranks where two share a GPU, which NCCL
-        refuses."""
+        """Notes where the ranks' GPUs are. Raises `ConfigError` on all ranks where two share a GPU, which NCCL refuses,
+        from 2.30 on unless `NCCL_MULTI_RANK_GPU_ENABLE` is 1."""
         if device.type != "cuda" or not self.has_nccl:
             return
         self._device = device
@@ -479,10 +481,13 @@ class Exchange:
         for rank, location_of_rank in enumerate(self.locations):
             other = ranks.setdefault((location_of_rank.host, location_of_rank.gpu), rank)
             if other != rank:
+                if all(self.all_gather_object(os.environ.get(SEVERAL_A_GPU) == "1", Phase.CONSTRUCT)):
+                    return
                 raise ConfigError(
                     f"ranks {other} and {rank} are on the same GPU, which NCCL does not take; call "
                     f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before, or make the process group by "
-                    f"init_process_group('gloo') to have several ranks on one"
+                    f"init_process_group('gloo') to have several ranks on one; to try several out by NCCL 2.30 and "
+                    f"later, set {SEVERAL_A_GPU}=1 for all ranks"
                 )
 
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
