@@ -111,14 +111,13 @@ class StepGraph(Generic[R]):
 
 class Arena(Generic[R]):
     """All memory of one batch: the `buffers` that it is copied to, its plans, and the `graph` that computes it.
-    `batch`: the batch, until it was looked up · `ran`: of several ranks, the event after the last replay that planned
-    it."""
+    `batch`: the batch, until it was looked up."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
         self.batch: Any = None
         self.graph: StepGraph[R] | None = None
-        self.ran: torch.cuda.Event | None = None
+        self._ran: torch.cuda.Event | None = None  # of several ranks, recorded after the last step that planned it
         self._deferred: dict[DeviceCache, DeferredRows] = {}
         self._planned: list[PlannedGroup] = []
         # the plans last made by launches; replays plan into their memory
@@ -155,9 +154,15 @@ class Arena(Generic[R]):
             return False
         return True
 
+    def note_run(self) -> None:
+        """With several ranks: the current stream has just run a step that has planned the batch."""
+        if self._ran is None:
+            self._ran = torch.cuda.Event()
+        self._ran.record()
+
     def is_over(self, patience: float | None = None) -> bool:
-        """With several ranks: waits for the last replay that has planned it; see `collectives.is_over`."""
-        return self.ran is None or is_over(self.ran, patience)
+        """With several ranks: waits for the last step that has planned it; see `collectives.is_over`."""
+        return self._ran is None or is_over(self._ran, patience)
 
     def expected(self, step: StepFunction[R], named: Lookups | None = None) -> list[LookupSpec]:
         """The lookups that the step is expected to make in the batch, in its modules: as learned, or as `named`."""
@@ -190,9 +195,12 @@ class Arena(Generic[R]):
 
     def calls(self) -> list[PlannedCall]:
         """The planned forwards; none if not all are left and planned."""
-        if not all(among.is_whole(each) for among, each in self._planned):
-            return []
-        return [_call_of(each) for _, each in self._planned]
+        found: list[PlannedCall] = []
+        for among, each in self._planned:
+            if not among.is_whole(each):
+                return []
+            found.append(_call_of(each))
+        return found
 
     def completed(self) -> list[PlannedCall]:
         """The forwards whose plans did not fail."""

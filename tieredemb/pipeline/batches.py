@@ -55,15 +55,20 @@ def _flat(batch: Any) -> Collection[Any]:
     return found or (None,)
 
 
-def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+def _parts(value: Any) -> list[tuple[tuple[str, Any], Any]]:
+    """The parts of a batch, or of a part of it, each with the step that leads there."""
+    if type(value) in (tuple, list):  # the usual ones, as the others are slow to tell
+        return [(("item", i), part) for i, part in enumerate(value)]
     if isinstance(value, Mapping):
-        yield from ((("item", key), part) for key, part in value.items())
-    elif isinstance(value, Sequence) and not isinstance(value, PLAIN):
-        yield from ((("item", i), part) for i, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        if all(callable(getattr(value, name, None)) for name in JAGGED):
-            yield from ((("call", name), getattr(value, name)()) for name in JAGGED)
-        yield from ((("attribute", name), part) for name, part in vars(value).items())
+        return [(("item", key), part) for key, part in value.items()]
+    if isinstance(value, Sequence) and not isinstance(value, PLAIN):
+        return [(("item", i), part) for i, part in enumerate(value)]
+    if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, type)):
+        return []
+    found = [(("attribute", name), part) for name, part in vars(value).items()]
+    if all(callable(getattr(value, name, None)) for name in JAGGED):
+        found = [*((("call", name), getattr(value, name)()) for name in JAGGED), *found]
+    return found
 
 
 def resolve(batch: Any, path: Path) -> Any:

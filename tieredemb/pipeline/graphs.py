@@ -149,11 +149,14 @@ class GraphStep(Generic[R]):
         """In a loop that fetches ahead: how many batches the step goes ahead, and how many of the next ones it is
         given. If going ahead does not pay, the next batch has another form or there is none, or the step `drains`,
         existing plans are used first, so that no batch is planned twice. Several ranks always go ahead."""
-        autotuner, planned = self._autotuner, self._planned_from(batch)
+        autotuner = self._autotuner
         if not drains and (autotuner is None or autotuner.ahead):
-            following = loop.following(1)
-            if autotuner is None or planned or (following and not forms.has_other_shapes(following[0])):
+            if autotuner is None or self._planned_from(batch):
                 return AHEAD, AHEAD
+            following = loop.following(1)
+            if following and not forms.has_other_shapes(following[0]):
+                return AHEAD, AHEAD
+        planned = self._planned_from(batch)
         if planned:
             return AHEAD, planned - 1
         ahead = forms.ring_if_made(AHEAD)

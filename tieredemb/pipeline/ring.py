@@ -123,8 +123,7 @@ class Ring(Generic[R]):
                 if way & (REPLAYS | CAPTURES):
                     result = self._replay(arenas, known) if way & REPLAYS else self._capture(arenas, known, named)
                     if agreement is not None:
-                        arenas[-1].ran = torch.cuda.Event()
-                        arenas[-1].ran.record()
+                        arenas[-1].note_run()
                     self._summary.replayed += bool(way & REPLAYS)
                     self._summary.captured += not way & REPLAYS
                     return result

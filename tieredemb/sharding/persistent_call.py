@@ -19,7 +19,7 @@ from tieredemb.sharding.header import LargestRequest
 from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned
+from tieredemb.step.planned_forwards import PlanExecutor
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.group import device_groups
 
@@ -117,16 +117,19 @@ class PersistentCall(ShardedCall, FoundAhead):
         """The call that a replay has planned into the memory of this one, with the `tickets` of its parts."""
         call, tickets_of_parts = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call._bags = [each.rebind() for each in self._bags]
-        call._requests = [each.rebind() for each in self._requests]
         call._planned, call._plans, call._calls, call._rows = [], [], [], []
-        for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
+        for (among, launched), plan in zip(self._planned, self._plans, strict=True):
             rebound = plan.rebind([next(tickets_of_parts) for _ in plan.parts])
-            planned = Planned([(shard.engine.tables, request.batch.given)], CompletedFuture(rebound))
-            shard.engine.planned.add(planned)
+            planned = launched.rebind(rebound)
+            among.add(planned)
             call._plans.append(rebound)
-            call._planned.append((shard.engine.planned, planned))
+            call._planned.append((among, planned))
         return call
+
+    def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
+        """See `ShardedCall`: an eager forward, with bags and requests of its own."""
+        self._bags, self._requests = [each.rebind() for each in self._bags], [each.rebind() for each in self._requests]
+        return super().fetch(weights, trains=trains, recomputed=recomputed, is_announced=is_announced)
 
     def arrive(self) -> None:
         """The current stream waits for what was exchanged and planned ahead."""

@@ -191,8 +191,8 @@ class RecordedRequest:
         self.samples, self.bounds = list(samples), bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._user: weakref.ref[RequestUser] | None = None
-        self._used = torch.cuda.Event()  # recorded behind the last use
-        self._used_on: int | None = None  # the stream of that
+        self._used_on: torch.cuda.Stream | None = None  # the stream of the last use
+        self._used, self._is_marked = torch.cuda.Event(), False  # whether the event was recorded behind that
         # the words that the host reads, once the event is over
         self._words, self._has_words = finder.report_buffer(), torch.cuda.Event()
         pool = GraphPool()  # of its own: no other forward's graphs write to what these leave there
@@ -255,7 +255,6 @@ class RecordedRequest:
             self._behind_use()
             self._fill(batch)
             self._find.replay([])
-            self.mark_used()
             self._has_words.record(current_stream())
         return [bags.rebind() for bags in self._found]
 
@@ -268,7 +267,6 @@ class RecordedRequest:
         """Behind `find`: pads what was found to a message of one size. Does not synchronise."""
         with on_device(self._device):
             self._pad.replay([])
-            self.mark_used()
 
     def exchange(self) -> tuple[list[GpuBags], list[Request]]:
         """Behind `pad`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
@@ -278,20 +276,24 @@ class RecordedRequest:
             exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS)
             self._take.replay([])
             requests = [request.separated() for request in self._requests]
-            self.mark_used()
         return [bags.rebind() for bags in self._padded], requests
 
     def mark_used(self) -> None:
-        """The current stream's launches by now use it: the next forward waits for them. Does nothing in a capture."""
+        """The current stream's launches by now use it: another stream that uses it next waits for them. Does nothing in
+        a capture."""
         if not torch.cuda.is_current_stream_capturing():
             self._used.record(self._behind_use())
+            self._is_marked = True
 
     def _behind_use(self) -> torch.cuda.Stream:
-        """The current stream, ordered after the last use, if that was on another stream."""
-        stream = current_stream(self._device.index)
-        if stream.cuda_stream != self._used_on:
-            self._used.wait(stream)
-            self._used_on = stream.cuda_stream
+        """The current stream, which is about to use it, ordered after the last use, if that was on another stream."""
+        stream, last = current_stream(self._device.index), self._used_on
+        if last is not None and stream.cuda_stream != last.cuda_stream:
+            if self._is_marked:
+                self._used.wait(stream)
+            else:  # a forward has failed before it marked its use
+                stream.wait_stream(last)
+        self._used_on, self._is_marked = stream, False
         return stream
 
     def size_bytes(self) -> int:

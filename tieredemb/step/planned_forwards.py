@@ -12,6 +12,7 @@ import torch
 from tieredemb.step.batch import Given
 from tieredemb.step.forwards import Forward, Forwards
 from tieredemb.step.program import Call
+from tieredemb.step.shallow import shallow_copy
 
 if TYPE_CHECKING:
     from tieredemb.tables.table_set import TableSet
@@ -144,8 +145,10 @@ class Planned:
                     part = part[0], each._version, *part[2:]
                 now.append(part)
             guards.append(tuple(now))
-        shared = None if self._contexts is None else Forwards(call, self._contexts)
-        return Planned(self._forwards, CompletedFuture(call), guards, shared)
+        planned = shallow_copy(self)
+        planned.guards, planned.left, planned.call, planned.future = [*guards], self.count, None, CompletedFuture(call)
+        planned.shared = None if self._contexts is None else Forwards(call, self._contexts)
+        return planned
 
     def wait(self) -> None:
         """Waits until the plan is made, or has failed."""

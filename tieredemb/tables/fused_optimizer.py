@@ -136,10 +136,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`. Each optimizer reports infinities to its own scaler."""
-        values = [*options_in(self.param_groups[0]).values()]
-        if self._scaler is not None or not all(isinstance(value, Hashable) for value in values):
+        values = tuple(options_in(self.param_groups[0]).values())
+        try:
+            hash(values)
+        except TypeError:  # of a list, say
             return id(self)
-        return type(self._config), tuple(values)
+        return id(self) if self._scaler is not None else (type(self._config), values)
 
     def upload(self) -> None:
         """Sends the param group, as it is now, to the GPU. Every eager step does; after a scheduler has changed `lr`,
@@ -149,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`."""
-        return self._fingerprint.of(self._own(self.options()) | self._scaled(waits=waits))
+        return self._fingerprint.of({**self._checked_options(), **self._scaled(waits=waits)})
 
     def fingerprint_values(self) -> dict[str, object]:
         """See `RowOptimizer`."""
