@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 from devices import default_device
 
-from golden import programs, run
+from golden import programs, run, several
 
 CPU_FILE = programs.HERE / "cpu.json"
 COVERAGE_FILE = programs.HERE / "COVERAGE.md"
 RAISED = "raised"
 Recorded = dict[int, dict[str, str]]  # digests by number
 Ran = tuple[int, dict[str, str], float]  # number, digests, seconds
-_worker: list[Any] = []  # in a process of a pool: its device, what ends its worlds, and its worlds
+Task = Callable[[programs.Program, Path, Callable[[int], Any]], dict[str, str]]  # what is done with a program
+_worker: list[Any] = []  # in a process of a pool: its task, its device, what ends its worlds, and its worlds
 
 
 def main(args: Sequence[str]) -> int:
@@ -38,9 +40,13 @@ def main(args: Sequence[str]) -> int:
         chosen = commands.add_parser(name, help=what)
         chosen.add_argument("file", type=Path, nargs="?", default=CPU_FILE)
         chosen.add_argument("--only", type=int, nargs="+", help="these programs")
+    chosen = commands.add_parser("ranks", help="run programs of ranks by so many, and compare them with one process")
+    chosen.add_argument("ranks", type=int)
+    chosen.add_argument("--only", type=int, nargs="+", help="these programs")
+    for name in ("record", "compare", "ranks"):
         jobs = min(8, max(1, (os.cpu_count() or 1) // 2))  # each has up to seven processes, each with memory of a GPU
-        chosen.add_argument("--jobs", type=int, default=jobs, help="in so many processes at once")
-    for name in ("run", "record", "compare"):
+        commands.choices[name].add_argument("--jobs", type=int, default=jobs, help="in so many processes at once")
+    for name in ("run", "record", "compare", "ranks"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         commands.choices[name].add_argument("--device", choices=("cpu", "cuda"), default=device)
     chosen = parser.parse_args(args)
@@ -60,6 +66,8 @@ def main(args: Sequence[str]) -> int:
             print(f"  {text(digests)}   ({seconds:.1f} s)")
         return 0
     wanted = [each for each in all_of_them if chosen.only is None or each.number in chosen.only]
+    if chosen.command == "ranks":
+        return compare_with_one(chosen.ranks, [p for p in wanted if p.face == "ranks"], chosen.device, chosen.jobs)
     if chosen.command == "record":
         before = load(chosen.file)["programs"] if chosen.only is not None else {}
         return record(chosen.file, wanted, chosen.device, chosen.jobs, before)
@@ -78,36 +86,38 @@ def worlds(device: str):
         started.close()
 
 
-def run_all(chosen: Sequence[programs.Program], device: str, jobs: int = 1) -> Iterator[Ran]:
-    """Runs each, in `jobs` processes, in order; of one that raises, the error is in place of its digests."""
+def run_all(chosen: Sequence[programs.Program], device: str, jobs: int = 1, task: Task | None = None) -> Iterator[Ran]:
+    """Does the `task` with each, by default runs it, in `jobs` processes, in order; of one that raises, the error is in
+    place of its digests."""
+    task = task or run.run
     if jobs == 1:
         with worlds(device) as world:
-            yield from (run_one(program, device, world) for program in chosen)
+            yield from (run_one(program, task, device, world) for program in chosen)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(device,)) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(task, device)) as pool:
         yield from pool.map(_run_in_worker, chosen)
 
 
-def run_one(program: programs.Program, device: str, world: Callable[[int], Any]) -> Ran:
+def run_one(program: programs.Program, task: Task, device: str, world: Callable[[int], Any]) -> Ran:
     begun = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as directory, default_device(device):
-            digests = run.run(program, Path(directory), world)
+            digests = task(program, Path(directory), world)
     except Exception as error:  # the programs after it run as well
         traceback.print_exc()
         digests = {RAISED: f"{type(error).__name__}: {error}".splitlines()[0]}
     return program.number, digests, time.perf_counter() - begun
 
 
-def _start_worker(device: str) -> None:
-    _worker.extend((device, contextlib.ExitStack()))
-    _worker.append(_worker[1].enter_context(worlds(device)))
+def _start_worker(task: Task, device: str) -> None:
+    _worker.extend((task, device, contextlib.ExitStack()))
+    _worker.append(_worker[2].enter_context(worlds(device)))
 
 
 def _run_in_worker(program: programs.Program) -> Ran:
-    device, _, world = _worker
-    return run_one(program, device, world)
+    task, device, _, world = _worker
+    return run_one(program, task, device, world)
 
 
 def text(digests: dict[str, str]) -> str:
@@ -149,6 +159,16 @@ def compare(file: Path, chosen: list[programs.Program], jobs: int = 1) -> int:
         different += bool(unlike)
         print(f"| {number} | {seconds:.1f} s | {unlike or 'same'} |", flush=True)
     print(f"{len(chosen) - different} of {len(chosen)} programs have the bits of {file}")
+    return int(different > 0)
+
+
+def compare_with_one(ranks: int, chosen: list[programs.Program], device: str, jobs: int = 1) -> int:
+    """Prints a line a program; returns 1 if any has other bits in so many ranks than in one process."""
+    different = 0
+    for number, found, seconds in run_all(chosen, device, jobs, functools.partial(several.differences, ranks)):
+        different += bool(found)
+        print(f"| {number} | {seconds:.1f} s | {text(found) or 'same'} |", flush=True)
+    print(f"{len(chosen) - different} of {len(chosen)} programs have in {ranks} ranks the bits of one process")
     return int(different > 0)
 
 

@@ -38,10 +38,9 @@ class InterruptedStepError(Exception):
     """What a program is interrupted by."""
 
 
-def train(program: Program, directory: Path, rank: int = 0) -> Left:
-    """Runs it in this process, which is that of a rank; its last checkpoint is in `directory`."""
+def train(program: Program, directory: Path, draws: Draws) -> Left:
+    """Runs it in this process with the numbers of `draws`; its last checkpoint is in `directory`."""
     trained = Trained(program, directory, resumed=False)
-    draws = Draws(program, trained.tables, rank)
     outputs, losses, step = list[Tensor](), list[float](), 0
     ends = [RESUMED_AT, STEPS] if program.resume != "none" else [STEPS]
     for end in ends:
@@ -116,7 +115,7 @@ def run(program: Program, directory: Path, world: Callable[[int], Any]) -> dict[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a plan that no forward took, a captured step over a CPU
         if program.face != "ranks":
-            left = [train(program, directory)]
+            left = [train(program, directory, Draws(program, tables_of(program)))]
             saved = Saved(directory / "last")
         else:
             left = world(int(program.ranks)).run(train_on_rank, asdict(program), str(directory))
@@ -138,7 +137,8 @@ def run(program: Program, directory: Path, world: Callable[[int], Any]) -> dict[
 def train_on_rank(rank: int, size: int, program: dict[str, Any], directory: str) -> Left:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train(Program(**program), Path(directory), rank)
+        its = Program(**program)
+        return train(its, Path(directory), Draws(its, tables_of(its), rank))
 
 
 def _gathered(program: Program, directory: Path) -> Path:

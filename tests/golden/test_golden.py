@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from golden import command, programs, run
+from golden import command, programs, run, several
 
 EVERY = 14  # of the programs is in the sample
 KEPT = command.load(command.CPU_FILE)["programs"]
@@ -20,6 +20,11 @@ def pytest_generate_tests(metafunc):
 def test_a_program_has_the_bits_that_were_recorded(program, worlds, tmp_path):
     found = command.differs(KEPT[program.number], run.run(program, tmp_path, worlds))
     assert not found, f"{found}: {program}; run it alone by: python -m tests.golden run {program.number}"
+
+
+@pytest.mark.parametrize("number", [each.number for each in ALL if each.face == "ranks"][::8])
+def test_four_ranks_have_the_bits_of_one_process(number, worlds, tmp_path):
+    assert several.differences(4, ALL[number], tmp_path, worlds) == {}
 
 
 def test_programs_cover_every_value():
