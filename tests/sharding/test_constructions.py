@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_construct_is_named_after_the_timeout(worlds):
 
 def is_interrupted(rank, size, path):
     """Ctrl-C on rank 1 while it fills its rows; then all construct another one, of the same files."""
-    is_interrupted = rank == 1
+    is_interrupted, (before, _) = rank == 1, left_behind(path)  # earlier tests have made groups, too
 
     def init(rows, _):
         if is_interrupted:
@@ -214,16 +214,14 @@ def is_interrupted(rank, size, path):
         found = raised(model_of, filled_by(init), storage=storage)
     except KeyboardInterrupt:
         found = "KeyboardInterrupt", ""
-    left, is_interrupted = left_behind(path), False
+    (groups, files), is_interrupted = left_behind(path), False
     model_of(filled_by(init), storage=storage).close()
-    return found, left
+    return found, groups - before, files
 
 
 def test_a_rank_that_is_interrupted_ends_the_construction_on_all(worlds, tmp_path):
     found = worlds(3).run(is_interrupted, tmp_path / "rows")
-    groups = {its[1][0] for its in found}
-    assert len(groups) == 1
-    assert all(files == [] for _, (_, files) in found)
+    assert [left for _, *left in found] == [[0, []]] * 3
     assert found[1][0][0] == "KeyboardInterrupt"
     for rank in (0, 2):
         name, text = found[rank][0]
