@@ -46,7 +46,6 @@ from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
-from tieredemb.sharding.single_rank import SingleRank
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
 from tieredemb.step.batch import Batch
@@ -190,7 +189,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     ) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
         if is_alone(exchange):
-            return SingleRank(held[0], exchange)
+            return Ranks(held, exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
         find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)

@@ -18,7 +18,6 @@ from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_on_all_ranks
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
-from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import REPLICATED
@@ -43,6 +42,7 @@ class DistributedRanks(Ranks):
     """The ranks of a group. `config`: of the whole tables · `states`: the optimizer state of their rows."""
 
     def __init__(self, context: ShardedCallContext, config: TableSetConfig) -> None:
+        super().__init__(context.shards, context.exchange)
         self._context = context
         self._config = config
         self._planned = PlannedForwards()
@@ -56,12 +56,8 @@ class DistributedRanks(Ranks):
         return self._config.tables
 
     @property
-    def exchange(self) -> Exchange:
-        return self._context.exchange
-
-    @property
-    def held(self) -> Sequence[Held]:
-        return self._context.shards
+    def engine(self) -> None:
+        return None
 
     @property
     def agreement(self) -> Agreement | None:
