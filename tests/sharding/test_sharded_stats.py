@@ -193,3 +193,31 @@ def waits(rank, size, peer_memory, first):
 def test_a_host_counts_how_long_it_waits_for_others(worlds, peer_memory, first):
     waited, _ = worlds(2).run(waits, peer_memory, first)
     assert waited > SEEN
+
+
+def travels_slowly(rank, size):
+    """The seconds of a step whose messages take long, and of a state dict, which does not count."""
+    model = built()
+    ids, offsets = batch_of(rank)
+    model(ids, offsets).sum().backward()
+    before, send = model.stats(), dist.all_to_all_single
+
+    def slow(*args, **keywords):
+        time.sleep(SLEEP)
+        return send(*args, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", slow)
+        model(ids, offsets).sum().backward()
+        of_step = model.stats() - before
+        model.state_dict()
+        of_state_dict = model.stats() - before - of_step
+    model.close()
+    return of_step.exchange_seconds, of_step.wait_seconds, of_state_dict.exchange_seconds
+
+
+def test_a_host_counts_how_long_its_messages_travel(worlds):
+    for exchanged, waited, of_state_dict in worlds(2).run(travels_slowly):
+        assert exchanged > 3 * SLEEP  # ids, rows, gradients
+        assert waited < SLEEP
+        assert of_state_dict == 0

@@ -95,11 +95,11 @@ class Exchange:
         self.locations: Sequence[RankLocation] = ()  # of each rank, where GPUs exchange by NCCL
         self._device: torch.device | None = None  # the GPU of this rank, in the same case
         self.sent = self._tally = Counter[str]()
-        self._wait_seconds = 0.0
+        self._wait_seconds = self._exchange_seconds = 0.0
 
     def stats(self) -> ShardedStats:
         """What was sent, and waited for, so far."""
-        return ShardedStats(**self.sent, wait_seconds=self._wait_seconds)
+        return ShardedStats(**self.sent, wait_seconds=self._wait_seconds, exchange_seconds=self._exchange_seconds)
 
     @property
     def group(self) -> Any:
@@ -362,9 +362,11 @@ class Exchange:
         given, sent_sizes, received_sizes, received, out = sending
         if not sent_sizes:
             return out
+        begin = monotonic()
         with _Answered(self, Phase.ROWS):
             dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
         if kind:
+            self._exchange_seconds += 0.0 if given.is_cuda else monotonic() - begin
             self.count(kind, given, sum(sent_sizes) - sent_sizes[self.rank])
         return out if received is out else out.copy_(received, non_blocking=True)
 
