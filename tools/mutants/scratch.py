@@ -47,7 +47,7 @@ class Scratch:
 
     def pytest(self, args: Sequence[str], *, seconds: float, **environment: str) -> Result:
         shutil.rmtree(self.temporary, ignore_errors=True)  # what the last mutant left
-        self.temporary.mkdir(parents=True)
+        self.temporary.mkdir(parents=True, exist_ok=True)  # a process of that may still write there
         own = {
             "PYTHONPATH": f"{self.root}:{REPOSITORY}",  # children find the copy; what is installed is the working tree
             "PYTHONDONTWRITEBYTECODE": "1",  # a changed file may have the age and size of the one before
