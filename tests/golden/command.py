@@ -39,11 +39,10 @@ def main(args: Sequence[str]) -> int:
     for name, what in (("record", "run all, and keep their hashes"), ("compare", "run all, and compare the hashes")):
         chosen = commands.add_parser(name, help=what)
         chosen.add_argument("file", type=Path, nargs="?", default=CPU_FILE)
-        chosen.add_argument("--only", type=int, nargs="+", help="these programs")
     chosen = commands.add_parser("ranks", help="run programs of ranks by so many, and compare them with one process")
     chosen.add_argument("ranks", type=int)
-    chosen.add_argument("--only", type=int, nargs="+", help="these programs")
     for name in ("record", "compare", "ranks"):
+        commands.choices[name].add_argument("--only", type=int, nargs="+", help="these programs")
         jobs = min(8, max(1, (os.cpu_count() or 1) // 2))  # each has up to seven processes, each with memory of a GPU
         commands.choices[name].add_argument("--jobs", type=int, default=jobs, help="in so many processes at once")
     for name in ("run", "record", "compare", "ranks"):
@@ -67,6 +66,8 @@ def main(args: Sequence[str]) -> int:
         return 0
     wanted = [each for each in all_of_them if chosen.only is None or each.number in chosen.only]
     if chosen.command == "ranks":
+        if chosen.ranks < 1:
+            parser.error(f"ranks must be 1 or more, got {chosen.ranks}")
         return compare_with_one(chosen.ranks, [p for p in wanted if p.face == "ranks"], chosen.device, chosen.jobs)
     if chosen.command == "record":
         before = load(chosen.file)["programs"] if chosen.only is not None else {}

@@ -1,6 +1,6 @@
 """Steps of ranks that have a GPU each, as many as there are up to four, as CUDA graphs over NCCL: the bits of one
-process. Skips where there is one GPU; eager steps are compared on those by `test_sharded_cuda_worlds.py`, and ranks
-that write into each other's memory by `test_sharded_peer_memory.py`."""
+process. Skips where NCCL does not take two ranks (`worlds.has_gpus_for`). There eager steps are compared by
+`test_sharded_cuda_worlds.py`. Ranks that write into each other's memory: `test_sharded_peer_memory.py`."""
 
 from __future__ import annotations
 

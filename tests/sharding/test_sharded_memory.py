@@ -142,7 +142,7 @@ def test_ranks_on_one_gpu_are_refused_where_they_would_meet_by_nccl(worlds):
     assert all(found is None for found, _ in worlds(2).run(shares_a_gpu))
 
 
-def test_ranks_on_one_gpu_meet_by_nccl_where_it_was_told_to_take_them(worlds):
+def test_ranks_on_one_gpu_meet_by_nccl_where_it_takes_them(worlds):
     assert all(found is None for found, _ in worlds(3).run(shares_a_gpu, (0, 1, 2)))
     for found, _ in worlds(3).run(shares_a_gpu, (0, 1)):  # not on all of them
         assert found[0] == "ConfigError"

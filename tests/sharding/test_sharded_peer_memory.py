@@ -1,5 +1,5 @@
 """Steps of ranks that write rows and gradients into each other's memory, captured and eager: the bits of one process,
-and of rows that are sent, whichever GPU is late. Skips where there are not as many GPUs as ranks."""
+and of rows that are sent, whichever GPU is late. Skips where NCCL does not take as many ranks."""
 
 from __future__ import annotations
 

@@ -57,12 +57,11 @@ def _flat(batch: Any) -> Collection[Any]:
 
 def _parts(value: Any) -> list[tuple[tuple[str, Any], Any]]:
     """The parts of a batch, or of a part of it, each with the step that leads there."""
-    if type(value) in (tuple, list):  # the usual ones, as the others are slow to tell
+    # the usual types first, as it takes long to check the others
+    if type(value) in (tuple, list) or (isinstance(value, Sequence) and not isinstance(value, PLAIN)):
         return [(("item", i), part) for i, part in enumerate(value)]
     if isinstance(value, Mapping):
         return [(("item", key), part) for key, part in value.items()]
-    if isinstance(value, Sequence) and not isinstance(value, PLAIN):
-        return [(("item", i), part) for i, part in enumerate(value)]
     if not hasattr(value, "__dict__") or isinstance(value, (nn.Module, type)):
         return []
     found = [(("attribute", name), part) for name, part in vars(value).items()]

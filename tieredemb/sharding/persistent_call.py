@@ -127,7 +127,7 @@ class PersistentCall(ShardedCall, FoundAhead):
         return call
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
-        """See `ShardedCall`: an eager forward, with bags and requests of its own."""
+        """See `ShardedCall`. It changes bags and requests, which all calls in this memory share: so it has copies."""
         self._bags, self._requests = [each.rebind() for each in self._bags], [each.rebind() for each in self._requests]
         return super().fetch(weights, trains=trains, recomputed=recomputed, is_announced=is_announced)
 
