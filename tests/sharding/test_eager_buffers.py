@@ -15,6 +15,8 @@ from tieredemb.kernels.spread import RowSpread
 from tieredemb.sharding import eager_buffers
 from tieredemb.sharding.eager_buffers import LACKING, EagerBuffers
 from tieredemb.sharding.header import Bound
+from tieredemb.sharding.peer_exchange import words_of_region
+from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.symmetric import SymmetricRows
 
 RANKS, RANK, WIDTH = 3, 1, 4
@@ -28,7 +30,7 @@ class Memory:
     bytes, wait_seconds = 100, 0.5
 
     def __init__(self, context, share):
-        self.share, self.specs, self.did = share, None, []
+        self.share, self.specs, self.did, self.exchanges = share, None, [], []
         self.made.append(self)
 
     def make(self, specs):
@@ -41,6 +43,11 @@ class Memory:
             for spec in specs
         ]
 
+    def exchange_of_ids(self, spec):
+        assert spec in self.specs
+        self.exchanges.append(spec)
+        return spec
+
     def wait_stream(self):
         self.did.append("wait_stream")
 
@@ -52,15 +59,27 @@ class Memory:
 
 
 @pytest.fixture
-def buffers(monkeypatch):
-    """Of a width with a row-wise part, and one that is held whole."""
+def make_buffers(monkeypatch):
+    """Of a width with row-wise parts, and others that are held whole, of so many features each."""
     monkeypatch.setattr(eager_buffers, "SymmetricMemory", Memory)
     monkeypatch.setattr(Memory, "made", [])
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     shard = SimpleNamespace(space=SimpleNamespace(width=WIDTH), engine=SimpleNamespace(tables=tables))
-    parts = [(SimpleNamespace(is_table_wise=is_table_wise), shard) for is_table_wise in (False, True)]
     exchange = SimpleNamespace(has_nccl=True, rank=RANK, size=RANKS, failures=0)
-    return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
+
+    def make(*are_table_wise, features=(2, 3)):
+        spaces = [SimpleNamespace(features=torch.zeros(each)) for each in features]
+        of_parts = zip(are_table_wise, spaces, strict=True)
+        parts = [(SimpleNamespace(is_table_wise=is_whole, space=space), shard) for is_whole, space in of_parts]
+        return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
+
+    return make
+
+
+@pytest.fixture
+def buffers(make_buffers):
+    """Of a row-wise part, and one that is held whole."""
+    return make_buffers(False, True)
 
 
 def bounds(ids, rows=None):
@@ -88,8 +107,8 @@ def test_buffers_are_allocated_for_forwards_that_recur(buffers):
     assert table_wise is None
     ((memory,), in_turn) = Memory.made, buffers._allocated
     assert memory.share == eager_buffers.SHARE
-    assert [(spec.call, spec.part, spec.each, spec.dtype, spec.is_of_gradients) for spec in memory.specs] == [
-        (0, 0, 9, torch.bfloat16, False), (1, 0, 9, torch.bfloat16, False), (0, 0, 18, torch.float32, True),
+    assert [(spec.call, spec.part, spec.each, spec.dtype, spec.kind) for spec in memory.specs] == [
+        (0, 0, 9, torch.bfloat16, ROWS), (1, 0, 9, torch.bfloat16, ROWS), (0, 0, 18, torch.float32, GRADIENTS),
     ]  # fmt: skip
     assert (row_wise.rows.to.each, row_wise.rows.to.first, len(row_wise.rows.received)) == (8, RANK * 8, RANKS * 8)
     assert (row_wise.grads.to.each, row_wise.grads.to.first, len(row_wise.grads.received)) == (
@@ -162,6 +181,31 @@ def test_a_forward_without_a_backward_releases_the_buffer_to_a_later_one(buffers
     forward(buffers, 6, its)
     buffers.reached([2])  # of an earlier one
     assert buffers.owns_gradients(6)
+
+
+def test_ids_are_exchanged_there_where_all_tables_are_row_wise(make_buffers):
+    """As many as any forward whose rows fit has: of each part a number for each feature, and the ids."""
+    buffers = make_buffers(False, False)
+    its = Bound(16, 8), Bound(80, 40)
+    assert buffers.exchange_of_ids(its) is None
+    prepared(buffers, its)
+    words = (2 + 18) + (3 + 90)
+    ((*_, last),) = (memory.specs for memory in Memory.made)
+    assert (last.kind, last.each, last.width, last.dtype) == (IDS, words_of_region(words), 1, torch.int64)
+    assert buffers.exchange_of_ids(its) == last
+    assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))) == last
+    assert buffers.exchange_of_ids((Bound(18, 9), Bound(91, 45))) is None
+    prepared(buffers, (Bound(100, 8), Bound(80, 40)))
+    assert [len(memory.exchanges) for memory in Memory.made] == [1, 1]
+    assert buffers.exchange_of_ids(its) == Memory.made[1].specs[-1]
+    buffers.close(frees=True)
+    assert buffers.exchange_of_ids(its) is None
+
+
+def test_ids_are_sent_where_a_table_is_held_whole(buffers):
+    prepared(buffers, bounds(16, 8))
+    assert IDS not in {spec.kind for spec in Memory.made[0].specs}
+    assert buffers.exchange_of_ids(bounds(16, 8)) is None
 
 
 def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):

@@ -15,6 +15,8 @@ from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import RankLocation
 from tieredemb.sharding.header import Bound
+from tieredemb.sharding.peer_exchange import words_of_region
+from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 
 HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
@@ -92,7 +94,7 @@ def test_a_gpu_without_a_way_to_it_is_not_reached(gpus):
     assert not memory_of(HERE)[0]._reaches_all()
 
 
-SPECS = [BufferSpec(0, 0, 10, 8, torch.float32, False), BufferSpec(0, 0, 7, 8, torch.bfloat16, True)]
+SPECS = [BufferSpec(0, 0, 10, 8, torch.float32, ROWS), BufferSpec(0, 0, 7, 8, torch.bfloat16, GRADIENTS)]
 
 
 @pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
@@ -209,15 +211,22 @@ def test_buffers_are_separate_and_aligned(gpus):
     assert size == 2048
 
 
-@pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
-def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
-    """Of each row-wise part for rows and for gradients; there is one barrier, before the first is used."""
+@pytest.fixture
+def captures_of(gpus, monkeypatch):
+    """Captured steps over parts of two widths; notes when ranks meet."""
 
+    def make(row_bound, *, has_whole):
+        return _captures_of(monkeypatch, row_bound, has_whole=has_whole)
+
+    return make
+
+
+def _captures_of(monkeypatch, row_bound, *, has_whole):
     def part(width, *, is_table_wise):
-        return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width))
+        return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width, features=[0, 1, 2]))
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
-    of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=True)], [part(8, is_table_wise=False)]]
+    of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=has_whole)], [part(8, is_table_wise=False)]]
     shards = [
         SimpleNamespace(parts=parts, space=parts[0].space, engine=SimpleNamespace(tables=tables)) for parts in of_widths
     ]
@@ -229,11 +238,20 @@ def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_b
     captures, met = Captures(context, None, None), []
     monkeypatch.setattr(captures.symmetric, "make", lambda buffers: buffers)
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
+    monkeypatch.setattr(captures.symmetric, "exchange_of_ids", lambda spec: SimpleNamespace(spec=spec, capacity=159))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    return captures, met
+
+
+@pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
+def test_forwards_of_a_step_have_buffers_in_turn(captures_of, ahead, row_bound, rows):
+    """Of each row-wise part for rows and for gradients; there is one barrier, before the first is used."""
+    captures, met = captures_of(row_bound, has_whole=True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
     assert captures.buffers() is None
     with captures.capturing(given, planned=given if ahead else ()):
         assert not met
+        assert captures.exchange_of_ids((Bound(1, 1),) * 3) is None  # a table is held whole
         found = [captures.buffers() for _ in range(3)]
         assert len(met) == 1
     assert captures.buffers() is None
@@ -241,11 +259,22 @@ def test_forwards_of_a_step_have_buffers_in_turn(gpus, monkeypatch, ahead, row_b
         one, whole, other = found[call]
         assert whole is None
         assert one == (
-            BufferSpec(call, 0, rows, 4, torch.bfloat16, False),
-            BufferSpec(call, 0, 50, 4, torch.float32, True),
+            BufferSpec(call, 0, rows, 4, torch.bfloat16, ROWS),
+            BufferSpec(call, 0, 50, 4, torch.float32, GRADIENTS),
         )
         assert other == (
-            BufferSpec(call, 2, rows, 8, torch.bfloat16, False),
-            BufferSpec(call, 2, 50, 8, torch.float32, True),
+            BufferSpec(call, 2, rows, 8, torch.bfloat16, ROWS),
+            BufferSpec(call, 2, 50, 8, torch.float32, GRADIENTS),
         )
     assert found[2] is None
+
+
+def test_ids_of_a_captured_step_go_through_a_buffer_where_all_tables_are_row_wise(captures_of):
+    captures, _ = captures_of(30, has_whole=False)
+    bounds = (Bound(50, 30),) * 3  # with three features each
+    assert captures.exchange_of_ids(bounds) is None
+    with captures.capturing([(torch.zeros(1), torch.zeros(0))]):
+        found = captures.exchange_of_ids(bounds)
+        assert found.spec == BufferSpec(0, 0, words_of_region(159), 1, torch.int64, IDS)
+        assert captures.exchange_of_ids((Bound(50, 30), Bound(51, 30), Bound(50, 30))) is None
+    assert captures.exchange_of_ids(bounds) is None

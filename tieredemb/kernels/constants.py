@@ -54,6 +54,9 @@ MOST_JOINED = 56
 IDS_32, OFFSETS_32, LAST, KIND_BITS = 1, 2, 4, 3
 MOST_ADDRESSES = 64  # addresses that one launch is given
 
+# ids that ranks send each other: see sharding/peer_exchange.py
+REGION_HEAD = 2  # words before the blocks of a region
+
 # exact sums, int64: digits of 32 bits, then how many infinities and NaNs are in it; see lookup/exact_sum.py
 EXACT_DIGITS = 66  # 32 bits each: all bits of a float64, and some for a carry
 EXACT_INFINITIES, EXACT_NANS, EXACT_WORDS = 66, 67, 68

@@ -50,6 +50,7 @@ from tieredemb.step.program import NUMBERS, Call, in_forward_order
 
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
+    from tieredemb.sharding.peer_exchange import PeerExchange
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory
 
@@ -335,12 +336,12 @@ class ShardedCall:
 
     def _exchange_ids(self, samples: list[int]) -> list[Request]:
         """Exchanges ids; returns what is requested of each shard here. `samples`: of each rank."""
-        exchange, bounds = self.context.exchange, self._bounds
+        exchange, bounds, peers = self.context.exchange, self._bounds, self._exchange_of_ids()
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
                 if not self._is_check_deferred:
                     self._recorded.pad()
-                self._bags, requested = self._recorded.exchange()
+                self._bags, requested = self._recorded.exchange(peers)
                 return [*requested]
             if self._is_check_deferred:  # they were padded for other bounds
                 self._bags = self._find_recorded()
@@ -349,11 +350,18 @@ class ShardedCall:
             bags.pad(bound)
         messages = [part.message for request in requests for part in request.parts]
         received = exchange.joined(
-            [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages
+            [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages, peers
         )
         for request, messages_of in zip(requests, self._by_shard(received), strict=True):
             request.take(messages_of)
         return requests
+
+    def _exchange_of_ids(self) -> PeerExchange | None:
+        """What exchanges its ids through the ranks' memory, the same on all ranks; None where they are sent."""
+        captures, eager = self.context.captures, self.context.eager_buffers
+        if captures.is_active:
+            return captures.exchange_of_ids(self._bounds)
+        return eager.exchange_of_ids(self._bounds) if self._learns_bounds and not eager.is_off else None
 
     def _note_announced(self, flags: Sequence[int]) -> None:
         """All ranks have announced the forward, or its plan, with these `flags`."""

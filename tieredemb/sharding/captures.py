@@ -20,7 +20,8 @@ from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
-from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
+from tieredemb.sharding.peer_exchange import PeerExchange
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, message_words
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -46,6 +47,7 @@ class Captures(Agreement):
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
+        self._ids: PeerExchange | None = None  # in that step, where it exchanges ids through ranks' memory
 
     def check(self) -> None:
         if not self._context.exchange.has_nccl:
@@ -128,11 +130,11 @@ class Captures(Agreement):
             with exchange.counting_replays() as count:
                 yield count
         finally:
-            self._known, self._buffers = set(), iter(())
+            self._known, self._buffers, self._ids = set(), iter(()), None
 
     def _make_buffers(self, calls: int, *, ahead: bool) -> Iterator[list[PartBuffers | None]]:
         """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
-        for each row-wise part; there are `calls` forwards."""
+        for each row-wise part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
         context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
         bounds = context.bounds(context.row_bound if ahead else None)
         if bounds is None:
@@ -142,9 +144,15 @@ class Captures(Agreement):
                 if not part.is_table_wise:
                     specs.append(BufferSpec.for_rows(call, number, shard, bound))
                     specs.append(BufferSpec.for_gradients(call, number, shard, bound))
+        of_ids = None
+        if specs and all(not part.is_table_wise for part, _ in parts):
+            of_ids = BufferSpec.for_ids(parts, bounds)
+            specs.append(of_ids)
         made = self.symmetric.make(specs)
         if made is None:
             return iter(())
+        if of_ids is not None:
+            self._ids = self.symmetric.exchange_of_ids(of_ids)
         allocated = iter(made)
         return self._behind_barrier(
             [
@@ -183,6 +191,11 @@ class Captures(Agreement):
     def buffers(self) -> list[PartBuffers | None] | None:
         """Of each part the buffers for rows and gradients of the next captured forward; None where these are sent."""
         return next(self._buffers, None)
+
+    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
+        """What exchanges the ids of a captured forward, if their exchange has these `bounds`; None where NCCL does."""
+        words, found = message_words(self._context.parts, bounds), self._ids
+        return found if found is not None and words <= found.capacity else None
 
     @property
     def is_active(self) -> bool:

@@ -1,4 +1,5 @@
-"""Buffers in each other's memory: eager forwards of ranks write rows and gradients there instead of sending them.
+"""Buffers in each other's memory: eager forwards of ranks write rows and gradients there, and ids where all tables are
+row-wise, and NCCL sends none of these.
 
 Each row-wise part has two buffers for rows, which forwards use alternately, and one for gradients. A rank writes the
 rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of the last forward
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bound, Bounds
+from tieredemb.sharding.peer_exchange import PeerExchange
 from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, SymmetricRows
 
 LACKING = 4  # forwards in a row without buffers, before these are allocated
@@ -39,6 +41,7 @@ class EagerBuffers:
         self._memory: SymmetricMemory | None = None
         self._capacity: Bounds = ()
         self._allocated: Sequence[SymmetricRows] = ()  # of each row-wise part: those for rows, and that for gradients
+        self._ids: PeerExchange | None = None  # where all parts are row-wise
         self._views: dict[tuple[Bounds, int], Sequence[PartBuffers | None]] = {}
         self._next = 0  # the buffer for the rows of the next forward
         self._owner: int | None = None  # the forward that owns the buffer for gradients
@@ -92,6 +95,10 @@ class EagerBuffers:
         if self._memory is not None:
             self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         memory = SymmetricMemory(self._context, SHARE)
+        of_ids = None
+        if all(not part.is_table_wise for part, _ in self._context.parts):
+            of_ids = BufferSpec.for_ids(self._context.parts, capacity)
+            specs.append(of_ids)
         allocated = memory.make(specs)
         if allocated is None:  # the buffers that there are stay
             self.is_off, self._grows = self._memory is None, False
@@ -100,6 +107,12 @@ class EagerBuffers:
             self._waited += self._memory.wait_seconds
             self._release(frees=True)
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
+        self._ids = None if of_ids is None else memory.exchange_of_ids(of_ids)
+
+    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
+        """What exchanges the ids of a forward, if their exchange has these `bounds`; None where they do not fit, or
+        where a table is held whole."""
+        return self._ids if self._fits(bounds) else None
 
     def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
         """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
@@ -129,7 +142,7 @@ class EagerBuffers:
         return views
 
     def wait_stream(self) -> None:
-        """See `Barrier.wait_stream`."""
+        """See `PeerWait.wait_stream`, of the barrier."""
         assert self._memory is not None
         self._memory.wait_stream()
 
@@ -164,7 +177,7 @@ class EagerBuffers:
 
     def _release(self, *, frees: bool) -> None:
         """Releases the memory, to which nothing here refers any more: so it is freed where that is safe."""
-        self._allocated = ()
+        self._allocated, self._ids = (), None
         self._views.clear()
         if self._memory is not None:
             self._memory.close(frees=frees)

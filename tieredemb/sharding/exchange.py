@@ -38,6 +38,7 @@ from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
 from tieredemb.sharding.header import NO_FINGERPRINT, WORDS, Announcement, Counts, Header, Phase, UpdateFingerprint
 from tieredemb.sharding.mailbox import Mailbox, open_box
+from tieredemb.sharding.peer_exchange import PeerExchange
 from tieredemb.sharding.stats import IDS, ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
@@ -356,15 +357,19 @@ class Exchange:
         received = out if given.device == out.device else _pinned(out.shape, out.dtype)
         return Sending(given, list(sent_sizes), list(received_sizes), received, out)
 
-    def send(self, sending: Sending, kind: str = "") -> torch.Tensor:
-        """Sends; returns the received rows, in the order of the ranks, on the device of the sent ones. By NCCL the
-        current stream waits for them, and the host does not. `kind`: what they are counted as, if at all."""
+    def send(self, sending: Sending, kind: str = "", peers: PeerExchange | None = None) -> torch.Tensor:
+        """Sends; returns the received rows, in the order of the ranks, on the device of the sent ones. On a GPU the
+        current stream waits for them, and the host does not: by NCCL, or through `peers`, to whom all ranks send blocks
+        of one size. `kind`: what they are counted as, if at all."""
         given, sent_sizes, received_sizes, received, out = sending
         if not sent_sizes:
             return out
         begin = monotonic()
         with _Answered(self, Phase.ROWS):
-            dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
+            if peers is None:
+                dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
+            else:
+                peers.send(received, given)
         if kind:
             self._exchange_seconds += 0.0 if given.is_cuda else monotonic() - begin
             self.count(kind, given, sum(sent_sizes) - sent_sizes[self.rank])
@@ -388,11 +393,12 @@ class Exchange:
         values: Sequence[torch.Tensor],
         sent_sizes: Sequence[Sequence[int]],
         received_sizes: Sequence[Sequence[int]],
+        peers: PeerExchange | None = None,
     ) -> list[torch.Tensor]:
-        """Exchanges several `values` (·, …) of ids at once; `sent_sizes`, `received_sizes`: of each. Returns what is
-        received of each."""
+        """Exchanges several `values` (·, …) of ids at once; `sent_sizes`, `received_sizes`: of each · `peers`: see
+        `send`. Returns what is received of each."""
         given, to_each = self.packed(values, sent_sizes)
-        received = self.send(self.sending(given, to_each, [*map(sum, zip(*received_sizes, strict=True))]), IDS)
+        received = self.send(self.sending(given, to_each, [*map(sum, zip(*received_sizes, strict=True))]), IDS, peers)
         return self.unpacked(received, received_sizes)
 
     def packed(

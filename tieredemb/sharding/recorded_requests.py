@@ -40,6 +40,7 @@ from tieredemb.tables.group import device_groups
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
+    from tieredemb.sharding.peer_exchange import PeerExchange
     from tieredemb.sharding.request import Request
     from tieredemb.step.batch import Batch
 
@@ -268,12 +269,12 @@ class RecordedRequest:
         with on_device(self._device):
             self._pad.replay([])
 
-    def exchange(self) -> tuple[list[GpuBags], list[Request]]:
+    def exchange(self, peers: PeerExchange | None) -> tuple[list[GpuBags], list[Request]]:
         """Behind `pad`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
-        is requested of this rank. Does not synchronise, by NCCL."""
+        is requested of this rank. `peers`: see `Exchange.send`. Does not synchronise."""
         exchange = self._exchange
         with on_device(self._device):
-            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS)
+            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS, peers)
             self._take.replay([])
             requests = [request.separated() for request in self._requests]
         return [bags.rebind() for bags in self._padded], requests

@@ -26,11 +26,15 @@ import torch
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import capture_lock, on_device
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.barrier import Barrier
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import shares_memory
-from tieredemb.sharding.header import Bound, Phase
+from tieredemb.sharding.header import Bound, Bounds, Phase
+from tieredemb.sharding.peer_exchange import PeerExchange, words_of_region
+from tieredemb.sharding.peer_wait import PeerWait
 from tieredemb.sharding.shard import Shard
+from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 
 ALIGNED, WORD = 512, 8  # bytes: buffers begin at multiples; a token by which ranks know each other's memory
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -39,26 +43,37 @@ UNAVAILABLE = (RuntimeError, ImportError, AttributeError, TypeError)
 
 
 class BufferSpec(NamedTuple):
-    """Names a buffer: of the `call`-th forward of a step and a `part`, for its rows or for their gradients. It has
-    space for `each` rows from each rank, of `width` numbers of a `dtype`."""
+    """Names a buffer: of the `call`-th forward of a step and a `part`, for its rows or for their gradients, by `kind`;
+    or for the ids of all parts of any forward. It has space for `each` rows from each rank, of `width` numbers of a
+    `dtype`."""
 
     call: int
     part: int
     each: int
     width: int
     dtype: torch.dtype
-    is_of_gradients: bool
+    kind: str
 
     @classmethod
     def for_rows(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
         """For the rows of part `number`, which belongs to `shard`."""
         dtype = shard.engine.tables.config.output_dtype
-        return cls(call, number, bound.row_count, shard.space.width, dtype, False)
+        return cls(call, number, bound.row_count, shard.space.width, dtype, ROWS)
 
     @classmethod
     def for_gradients(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
         """For their gradients."""
-        return cls(call, number, bound.ids, shard.space.width, torch.float32, True)
+        return cls(call, number, bound.ids, shard.space.width, torch.float32, GRADIENTS)
+
+    @classmethod
+    def for_ids(cls, parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> BufferSpec:
+        """For the ids of all `parts`, which are row-wise."""
+        return cls(0, 0, words_of_region(message_words(parts, bounds)), 1, torch.int64, IDS)
+
+
+def message_words(parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> int:
+    """How many words a rank sends another one, to request rows of row-wise `parts`."""
+    return sum(len(part.space.features) + bound.ids for (part, _), bound in zip(parts, bounds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,7 @@ class SymmetricMemory:
         self._made: dict[BufferSpec, SymmetricRows] = {}
         self._held: list[Any] = []  # memory, and the handles that map other ranks' memory
         self._barrier: Barrier | None = None
+        self._exchanges: dict[BufferSpec, PeerExchange] = {}
 
     def make(self, specs: Sequence[BufferSpec]) -> list[SymmetricRows] | None:
         """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing. None on all
@@ -162,7 +178,8 @@ class SymmetricMemory:
     @property
     def wait_seconds(self) -> float:
         """How long this rank's GPU has waited for others. Synchronises."""
-        return 0.0 if self._barrier is None else self._barrier.wait_seconds
+        waits: list[PeerWait] = [*self._exchanges.values()]
+        return sum(each.wait_seconds for each in (waits if self._barrier is None else [self._barrier, *waits]))
 
     def close(self, *, frees: bool) -> None:
         """Releases the memory, once no graph writes to it. Unless it `frees` the memory, that is lost until the process
@@ -180,9 +197,17 @@ class SymmetricMemory:
         self._barrier.meet()
 
     def wait_stream(self) -> None:
-        """See `Barrier.wait_stream`."""
+        """See `PeerWait.wait_stream`, of the barrier."""
         assert self._barrier is not None
         self._barrier.wait_stream()
+
+    def exchange_of_ids(self, spec: BufferSpec) -> PeerExchange:
+        """What exchanges ids through the buffer of that `spec`, which was made."""
+        found = self._exchanges.get(spec)
+        if found is None:
+            to, timeout = self._made[spec].to, self._exchange.timeout.total_seconds()
+            found = self._exchanges[spec] = PeerExchange(self._device, to, self._exchange.rank, timeout)
+        return found
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
