@@ -210,24 +210,33 @@ class DeviceLookup:
         )  # fmt: skip
 
     def gather(
-        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        hot: HotTensors,
+        overflow: OverflowRows,
+        homes: torch.Tensor,
+        out: torch.Tensor | None = None,
+        picked: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rows of `homes`, (N, D), to `out` if it is given; zeros for padding."""
-        rows = out
+        """The rows of `homes`, int32 (N,), or of those that are `picked`, int64 (K,): (N, D) or (K, D), to `out` if it
+        is given; zeros for padding."""
+        rows, n = out, (homes if picked is None else picked).shape[0]
         if rows is None:
-            shape = homes.shape[0], hot.weight.shape[1]
-            rows = torch.empty(shape, dtype=hot.weight.dtype, device=hot.weight.device)
+            rows = torch.empty((n, hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
         gather = kernel(BAG, "rows_gather", *self._rows, *overflow.flags)
-        blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
-        gather(blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, homes.shape[0], rows)
+        blocks = blocks_for(n * self._lanes, THREADS, MOST_BLOCKS)
+        records = _address(overflow.records)
+        gather(blocks, THREADS, hot.weight, overflow.weight, records, homes, 0 if picked is None else picked, n, rows)
         return rows
 
-    def spread(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, to: RowSpread) -> None:
-        """Writes the rows of `homes`, int32 (`to.rows`,), to the memory of several ranks; zeros for padding."""
+    def spread(
+        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, picked: torch.Tensor, to: RowSpread
+    ) -> None:
+        """Writes the rows of those `homes`, int32 (N,), that are `picked`, int64 (`to.rows`,), to the memory of several
+        ranks; zeros for padding."""
         spread = kernel(BAG, "rows_spread", *self._rows, *overflow.flags)
         blocks = blocks_for(to.rows * self._lanes, THREADS, SPREAD_BLOCKS)
         records = _address(overflow.records)
-        spread(blocks, THREADS, hot.weight, overflow.weight, records, homes, to.rows, to.of(BAG))
+        spread(blocks, THREADS, hot.weight, overflow.weight, records, homes, picked, to.rows, to.of(BAG))
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

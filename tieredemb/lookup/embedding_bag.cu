@@ -92,14 +92,14 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
     }
 }
 
-// rows[i] = the row of homes[i], zeros for padding.
+// rows[i] = the row of homes[picked[i]], or of homes[i] where `picked` is null; zeros for padding.
 extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weight, const row_t *away,
-                                                              const Record *records, const int *homes, i64 n,
-                                                              row_t *rows) {
+                                                              const Record *records, const int *homes,
+                                                              const i64 *picked, i64 n, row_t *rows) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
-        const int home = homes[i];
+        const int home = homes[picked ? picked[i] : i];
         for (int unit = lane; unit < UNITS; unit += LANES) {
             row_vector row = {};
             if (home != DROPPED) row = load_home(weight, away, records, home, unit);
@@ -110,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weigh
 
 // The same, divided evenly among the ranks; `to`: the memory of each.
 extern "C" __global__ void __launch_bounds__(256) rows_spread(const row_t *weight, const row_t *away,
-                                                              const Record *records, const int *homes, i64 n,
-                                                              Spread to) {
+                                                              const Record *records, const int *homes,
+                                                              const i64 *picked, i64 n, Spread to) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const Target<row_t> target = target_of<row_t>(to, i, WIDTH);
-        const int home = homes[target.row];
+        const int home = homes[picked[target.row]];
         for (int unit = lane; unit < UNITS; unit += LANES) {
             row_vector row = {};
             if (home != DROPPED) row = load_home(weight, away, records, home, unit);

@@ -224,7 +224,9 @@ class ShardedCall:
             if recorded is not None and self._recorded is not None:
                 self._is_check_deferred = recorded.may_defer_check()
                 self._most_requested = recorded.last_requested(self._recorded.samples)
-                return () if self._is_check_deferred else self._checked_bags()
+                if not self._is_check_deferred:
+                    self._find_and_check()
+                return ()
             return self._find_by_launches(batch)
         except Exception as error:
             self.context.announce(phase, error=error)
@@ -252,24 +254,16 @@ class ShardedCall:
         self._most_requested = most
         self.context.warn_if_longer(most)
 
-    def _checked_bags(self) -> Sequence[Bags]:
+    def _find_and_check(self) -> None:
         """Finds the bags and checks them before anything is sent, as `_check_request` does."""
-        found = self._find_recorded()
+        self._find_recorded()
         self._check_request()
-        return found
 
-    def _find_recorded(self) -> list[GpuBags]:
-        """The bags, found by recorded launches. Does not synchronise."""
+    def _find_recorded(self) -> None:
+        """Finds the bags by recorded launches, which belong to this call from here on. Does not synchronise."""
         assert self._recorded is not None
         assert self._kept_batch is not None
-        return self._recorded.find(self, self._kept_batch)
-
-    def _find_and_pad(self) -> None:
-        """Finds the bags and pads them to one size, while the header is on its way. From here on the recorded launches
-        belong to this call."""
-        assert self._recorded is not None
-        self._bags = self._find_recorded()
-        self._recorded.pad()
+        self._recorded.find(self, self._kept_batch)
 
     @property
     def _is_captured(self) -> bool:
@@ -286,7 +280,7 @@ class ShardedCall:
         here."""
         context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
         flag = (0 if ahead else flag) | NO_PLANS_AHEAD * (not context.offers_ahead)
-        meanwhile = self._find_and_pad if self._is_check_deferred else None
+        meanwhile = self._find_recorded if self._is_check_deferred else None
         while True:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
             if header.set_by_any & PLANNED:  # other ranks had a plan, which they drop now
@@ -298,7 +292,7 @@ class ShardedCall:
             if self._is_check_deferred:  # all ranks need to know how much is requested
                 try:
                     self._check_at_once()
-                    self._bags = self._checked_bags()
+                    self._find_and_check()
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
@@ -339,12 +333,10 @@ class ShardedCall:
         exchange, bounds, peers = self.context.exchange, self._bounds, self._exchange_of_ids()
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
-                if not self._is_check_deferred:
-                    self._recorded.pad()
                 self._bags, requested = self._recorded.exchange(peers)
                 return [*requested]
-            if self._is_check_deferred:  # they were padded for other bounds
-                self._bags = self._find_recorded()
+            assert self._kept_batch is not None
+            self._bags = self._recorded.unpadded(self._kept_batch)
         requests = self.context.requests(samples, bounds)
         for bags, bound in zip(self._bags, bounds, strict=True):
             bags.pad(bound)

@@ -1,6 +1,5 @@
 """The ids that an eager forward of ranks on a GPU requests, and those that are requested of it, found and exchanged by
-CUDA graphs, where batches of one form occur repeatedly: three replays stand for a hundred launches, of torch and of
-ours.
+CUDA graphs, where batches of one form occur repeatedly: two replays stand for a hundred launches, of torch and of ours.
 
 Between the graphs is what no eager graph can hold: the header by which ranks agree to an exchange of one size, and the
 exchange. The size is `max_ids`. Where the user names none, it is somewhat more than any rank has requested from another
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
@@ -168,6 +168,14 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
+def _fill(into: torch.Tensor, given: torch.Tensor) -> None:
+    """Copies integers of one device, (N,), over others."""
+    if given.dtype is into.dtype and given.is_contiguous():
+        copy_on_device(into, given)
+    else:
+        into.copy_(given)
+
+
 class RequestUser(Protocol):
     """A forward that uses a recorded request. `is_over`: whether it needs that no more."""
 
@@ -208,20 +216,17 @@ class RecordedRequest:
             self._requests: list[Request] = context.requests(self.samples, bounds)
             per_rank = [part.message for request in self._requests for part in request.parts]
             self._per_rank = [sum(sizes) for sizes in zip(*per_rank, strict=True)]
-            self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
+            self._find, self._take = (Recording(device, pool) for _ in range(2))
 
             def find() -> None:
                 found, words = finder.find_unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
                 finder.drop_faulty(found, words)
-                self._found: list[GpuBags] = found
-
-            def pad() -> None:
-                self._padded = [bags.rebind() for bags in self._found]
-                for bags, bound in zip(self._padded, bounds, strict=True):
+                for bags, bound in zip(found, bounds, strict=True):
                     bags.pad(bound)
+                self._bags: list[GpuBags] = found
                 self._given, self._sent = exchange.packed(
-                    [bags.requested for bags in self._padded], [bags.sent for bags in self._padded]
+                    [bags.requested for bags in found], [bags.sent for bags in found]
                 )
 
             def take() -> None:
@@ -230,54 +235,55 @@ class RecordedRequest:
                     request.take([next(parts) for _ in request.parts])
 
             find()
-            pad()
             with cache.memory():
                 self._received = exchange.receive_buffer(self._given, self._per_rank).zero_()
             take()
-            for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
+            for graph, launch in ((self._find, find), (self._take, take)):
                 with graph.recorded([]):
                     launch()
 
     def _fill(self, batch: Batch) -> None:
         """Copies the inputs to where the graphs read them."""
-        self._ids.copy_(batch.ids)
+        _fill(self._ids, batch.ids)
         if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
-            self._offsets.copy_(batch.offsets)
+            _fill(self._offsets, batch.offsets)
 
     def is_free(self) -> bool:
         """Whether no forward uses it, or may yet use it."""
         call = None if self._user is None else self._user()
         return call is None or call.is_over
 
-    def find(self, call: RequestUser, batch: Batch) -> list[GpuBags]:
-        """The bags of `call`, which owns this request until it is over. Does not synchronise."""
+    def find(self, call: RequestUser, batch: Batch) -> None:
+        """Finds the bags of `call`, which owns this request until it is over, and pads them to a message of one size.
+        Does not synchronise."""
         self._user = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._behind_use()
             self._fill(batch)
             self._find.replay([])
             self._has_words.record(current_stream())
-        return [bags.rebind() for bags in self._found]
+
+    def unpadded(self, batch: Batch) -> list[GpuBags]:
+        """What `find` finds, by launches, for an exchange of another size. Does not synchronise."""
+        with torch.no_grad():
+            found, words = self._finder.find_unchecked(batch, finds_firsts=True)
+            self._finder.drop_faulty(found, words)
+        return found
 
     def check(self) -> list[LargestRequest]:
         """The most that the bags request in each part. Raises what is wrong with them. Waits until they were found."""
         self._wait_for(self._has_words)
         return self._finder.read_report(self._words)
 
-    def pad(self) -> None:
-        """Behind `find`: pads what was found to a message of one size. Does not synchronise."""
-        with on_device(self._device):
-            self._pad.replay([])
-
     def exchange(self, peers: PeerExchange | None) -> tuple[list[GpuBags], list[Request]]:
-        """Behind `pad`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
+        """Behind `find`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
         is requested of this rank. `peers`: see `Exchange.send`. Does not synchronise."""
         exchange = self._exchange
         with on_device(self._device):
             exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS, peers)
             self._take.replay([])
             requests = [request.separated() for request in self._requests]
-        return [bags.rebind() for bags in self._padded], requests
+        return [bags.rebind() for bags in self._bags], requests
 
     def mark_used(self) -> None:
         """The current stream's launches by now use it: another stream that uses it next waits for them. Does nothing in
@@ -300,6 +306,6 @@ class RecordedRequest:
     def size_bytes(self) -> int:
         """Bytes that it keeps, besides what its graphs need while they run."""
         held = [self._ids, self._offsets, self._given, self._received]
-        held += [each for bags in (*self._found, *self._padded) for each in bags.tensors()]
+        held += [each for bags in self._bags for each in bags.tensors()]
         held += [each for request in self._requests for each in request.tensors()]
         return sum({each.data_ptr(): each.nbytes for each in held if each is not None}.values())

@@ -202,14 +202,18 @@ class DeviceGroupCall:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
 
     def _gather(
-        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | RowSpread
+        self,
+        hot: HotTensors,
+        overflow: OverflowRows,
+        homes: torch.Tensor,
+        out: torch.Tensor,
+        picked: torch.Tensor | None = None,
     ) -> None:
-        if isinstance(out, RowSpread):
-            self.group.lookup.spread(hot, overflow, homes, out)
-        elif out.dtype == hot.weight.dtype:
-            self.group.lookup.gather(hot, overflow, homes, out)
+        """Writes rows to `out`; see `DeviceLookup.gather`."""
+        if out.dtype == hot.weight.dtype:
+            self.group.lookup.gather(hot, overflow, homes, out, picked)
         else:
-            out.copy_(self.group.lookup.gather(hot, overflow, homes))
+            out.copy_(self.group.lookup.gather(hot, overflow, homes, picked=picked))
 
     def _rows_now(self) -> tuple[HotTensors, OverflowRows, torch.Tensor]:
         """Rows at the current step, and the homes of the occurrences among them. The caller uses the ticket."""
@@ -253,7 +257,10 @@ class DeviceGroupCall:
                 argmax = None if self.argmax is None else self.argmax[low:high]
                 lookup = self._lookup_of(run, bags.dtype)
                 lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
-            self._gather(hot, overflow, homes.index_select(0, stack.picked), rows)
+            if isinstance(rows, RowSpread):
+                self.group.lookup.spread(hot, overflow, homes, stack.picked, rows)
+            else:
+                self._gather(hot, overflow, homes, rows, stack.picked)
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 
