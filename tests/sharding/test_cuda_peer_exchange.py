@@ -30,8 +30,9 @@ class Ranks:
         torch.cuda.synchronize()
 
     def given(self, each, seed):
-        random = torch.Generator().manual_seed(seed)
-        drawn = [torch.randint(-(2**62), 2**62, (self.size * each,), generator=random) for _ in range(self.size)]
+        random = torch.Generator("cpu").manual_seed(seed)
+        shape = (self.size * each,)
+        drawn = [torch.randint(-(2**62), 2**62, shape, generator=random, device="cpu") for _ in range(self.size)]
         return [values.to(self.device) for values in drawn]
 
     def send(self, given, late=None, ranks=None):

@@ -21,8 +21,8 @@ class ShardedStats(CacheStats):
     this rank owns · `gradient_bytes_sent`: gradients of what this rank has looked up, and their factors ·
     `wait_seconds`: of the host, for the headers by which all ranks agree on each exchange · `exchange_seconds`: of the
     host, in exchanges of ids, rows and gradients by gloo, waits for late ranks included · `gpu_wait_seconds`: of the
-    GPU, at barriers: behind rows and gradients that GPUs write into each other's memory, before the first rows of a
-    captured step, and where memory for them is allocated. A replicated table is owned by every rank: what is sent to
+    GPU: for the ids, rows and gradients that other GPUs write into its memory, before the first rows of a captured
+    step, and where memory for them is allocated. A replicated table is owned by every rank: what is sent to
     each of the others counts, and so do lookups for them.
 
     Lookups and their backward passes count: eager steps, and each replay of a captured step, also where GPUs write into

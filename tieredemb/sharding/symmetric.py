@@ -1,4 +1,4 @@
-"""Rows that ranks write into each other's memory, where their GPUs reach one another: torch's symmetric memory.
+"""Memory of each rank that the others write to, where their GPUs reach one another: torch's symmetric memory.
 
 A kernel writes a row to where the exchange would put it, instead of packing it first: a row moves once, and no kernel
 of NCCL copies it. A rank must not write before all have read what was there, and not read before all have written. For
@@ -6,9 +6,9 @@ both there is a barrier (`barrier.cu`) in that memory; and kernels that write en
 
 In a captured step (`captures`; for eager ones see `eager_buffers`) barriers stand before the first rows, behind rows,
 and behind gradients. Rows and gradients of each forward have buffers of their own, which are written once a replay:
-gradients of the step before were read before a rank comes to the barrier with which this step begins. All ranks make
-buffers before they capture, or none does. By a word in it each finds out that the memory it has mapped is that of the
-others.
+gradients of the step before were read before a rank comes to the barrier with which this step begins. Ids need no
+barrier, as their buffer has space for two exchanges (`peer_exchange`). All ranks make buffers before they capture, or
+none does. By a word in it each finds out that the memory it has mapped is that of the others.
 """
 
 from __future__ import annotations
