@@ -6,6 +6,7 @@ plain torch, against which the collection is checked. All else is shared.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -65,9 +66,6 @@ class DLRM(nn.Module):
         generator = torch.Generator("cpu").manual_seed(seed)  # the same layers on every device
         self.bottom = _mlp([text.INTEGERS, *config.bottom, width], generator)
         self.top = _mlp([width + vectors * (vectors - 1) // 2, *config.top, 1], generator)
-        first, second = torch.tril_indices(vectors, vectors, offset=-1)
-        self.register_buffer("pairs", first * vectors + second, persistent=False)
-        self.pairs: Tensor
 
     def forward(self, batch: Batch) -> Tensor:
         """float32 (B,)."""
@@ -76,13 +74,22 @@ class DLRM(nn.Module):
         size, width = bottom.shape
         vectors = torch.cat([bottom, embedded], dim=1).view(size, len(TABLES) + 1, width)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        interactions = products.index_select(1, self.pairs)
+        interactions = products.index_select(1, _pairs(len(TABLES) + 1, products.device))
         logits: Tensor = self.top(torch.cat([bottom, interactions], dim=1))
         return logits[:, 0]
 
     def dense_layers(self) -> nn.ModuleDict:
         """The part that a torch optimizer trains."""
         return nn.ModuleDict({"bottom": self.bottom, "top": self.top})
+
+
+@functools.cache
+def _pairs(vectors: int, device: torch.device) -> Tensor:
+    """Which of the V · V products of vectors are interactions: int64 (V · (V - 1) / 2,). A constant, and no buffer of
+    the model: DistributedDataParallel would send that to all processes before each forward."""
+    with torch.inference_mode(False):  # else an evaluation that comes first would make it useless for training
+        first, second = torch.tril_indices(vectors, vectors, offset=-1, device=device)
+        return first * vectors + second
 
 
 def _mlp(widths: list[int], generator: torch.Generator) -> nn.Sequential:

@@ -30,6 +30,7 @@ PLAIN = (
     "sharding/owners.cu",
     "sharding/padding.cu",
     "sharding/barrier.cu",
+    "sharding/exchange_clock.cu",
     "sharding/peer_exchange.cu",
 )
 BY_ROW = (

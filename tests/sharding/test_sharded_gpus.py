@@ -135,10 +135,12 @@ def test_gpus_replay_many_steps(world, ahead):
 # --- what is counted --------------------------------------------------------------------------------------------------
 
 BOUND, WIDTH, COUNTED_STEPS = 16, 4, 12
+LONGEST_STEP = 10.0  # seconds
 
 
 def counts(rank, size):
-    """Bytes of ids, rows and gradients that each captured step has sent to other ranks, and how many were replays."""
+    """Bytes of ids, rows and gradients that each captured step has sent to other ranks; how long exchanges took that
+    replays made by NCCL, and how long the GPU has waited in them otherwise; and how many were replays."""
     table = te.TableConfig(name="t", num_embeddings=100, embedding_dim=WIDTH)
     model = ShardedTieredEmbeddingBagCollection(
         [table], sharding=te.RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=BOUND
@@ -147,24 +149,29 @@ def counts(rank, size):
     def step(batch):
         model(*batch).sum().backward()
 
-    train, found = te.graph_step(step), []
+    train, found, times = te.graph_step(step), [], []
     for number in range(COUNTED_STEPS):
         ids = (torch.arange(10, device="cuda") * (rank + 3) + number) % 100
         before = model.stats()
         train((ids, torch.tensor([0, 3, 3, 10], device="cuda")))
         sent = model.stats() - before
         found.append((sent.id_bytes_sent, sent.row_bytes_sent, sent.gradient_bytes_sent))
+        times.append((sent.exchange_seconds, sent.gpu_wait_seconds))
     replayed = train.summary().replayed
     model.close()
-    return found, replayed
+    return found, times[-replayed:], replayed
 
 
-def check_counted(world, run=counts):
-    """Replays send blocks of one size: ids behind how many there are, and a row and a gradient for each."""
+def check_counted(world, run=counts, *, by_nccl=True):
+    """Replays send blocks of one size: ids behind how many there are, and a row and a gradient for each. Their time is
+    that of NCCL, or of waits for what others write."""
     expected = [(RANKS - 1) * each for each in ((1 + BOUND) * 8, BOUND * WIDTH * 4, BOUND * WIDTH * 4)]
-    for found, replayed in world.run(run):
+    for found, times, replayed in world.run(run):
         assert replayed >= COUNTED_STEPS // 2
         assert found[-replayed:] == [tuple(expected)] * replayed
+        for of_nccl, of_waits in times:
+            assert (0 < of_nccl < LONGEST_STEP) == by_nccl
+            assert (0 < of_waits < LONGEST_STEP) == (not by_nccl)
 
 
 def test_gpus_count_what_their_replays_send(world):

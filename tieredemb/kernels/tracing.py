@@ -43,7 +43,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "swap": ("missed_report", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
-        *("bags_pool", "rows_gather", "rows_spread", "ranks_meet"),
+        *("bags_pool", "rows_gather", "rows_spread", "ranks_meet", "clock_note"),
         *("segments_limit_norm", "segments_catch_up", "rows_keep_replayed", "rows_read_current"),
     ),
     "update": (

@@ -36,6 +36,7 @@ from tieredemb.config import Array
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.construction import Connections, Construction, Stage, named
+from tieredemb.sharding.exchange_clock import ExchangeClock
 from tieredemb.sharding.header import NO_FINGERPRINT, WORDS, Announcement, Counts, Header, Phase, UpdateFingerprint
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.peer_exchange import PeerExchange
@@ -96,11 +97,13 @@ class Exchange:
         self.locations: Sequence[RankLocation] = ()  # of each rank, where GPUs exchange by NCCL
         self._device: torch.device | None = None  # the GPU of this rank, in the same case
         self.sent = self._tally = Counter[str]()
-        self._wait_seconds = self._exchange_seconds = 0.0
+        self._wait_seconds = self._exchange_seconds = 0.0  # of the host
+        self._clock: ExchangeClock | None = None  # of the GPU, where that exchanges by NCCL
 
     def stats(self) -> ShardedStats:
-        """What was sent, and waited for, so far."""
-        return ShardedStats(**self.sent, wait_seconds=self._wait_seconds, exchange_seconds=self._exchange_seconds)
+        """What was sent, and waited for, so far. Synchronises where a GPU has exchanged something by NCCL."""
+        exchanged = self._exchange_seconds + (0.0 if self._clock is None else self._clock.seconds)
+        return ShardedStats(**self.sent, wait_seconds=self._wait_seconds, exchange_seconds=exchanged)
 
     @property
     def group(self) -> Any:
@@ -366,10 +369,11 @@ class Exchange:
             return out
         begin = monotonic()
         with _Answered(self, Phase.ROWS):
-            if peers is None:
-                dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
-            else:
+            if peers is not None:
                 peers.send(received, given)
+            else:
+                with contextlib.nullcontext() if self._clock is None or not kind else self._clock.running():
+                    dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
         if kind:
             self._exchange_seconds += 0.0 if given.is_cuda else monotonic() - begin
             self.count(kind, given, sum(sent_sizes) - sent_sizes[self.rank])
@@ -481,7 +485,7 @@ class Exchange:
         from 2.30 on unless `NCCL_MULTI_RANK_GPU_ENABLE` is 1."""
         if device.type != "cuda" or not self.has_nccl:
             return
-        self._device = device
+        self._device, self._clock = device, ExchangeClock(device)
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         location = RankLocation(socket.gethostname(), gpu, _shared_by_processes())
         self.locations = self.all_gather_object(location, Phase.CONSTRUCT)

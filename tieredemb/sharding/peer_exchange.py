@@ -45,6 +45,7 @@ class PeerExchange(PeerWait):
         """Sends each rank its block of `given`, int64 (W · N,), where `N` is equal on all ranks and `capacity` at most;
         writes to `received`, int64 (W · N,), what each has sent to this rank. Does not synchronise."""
         each = len(given) // self._ranks
+        assert each <= self.capacity
         with on_device(self._device):
             self.wait_stream()
             kernel(EXCHANGE, "blocks_exchange")(
