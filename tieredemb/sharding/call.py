@@ -275,6 +275,12 @@ class ShardedCall:
         """Whether the size of its exchange is learned from earlier batches with as many samples on each rank."""
         return self.context.recorded is not None and not self._is_captured
 
+    @property
+    def _eager_buffers(self) -> EagerBuffers | None:
+        """The memory that such an eager forward may write to; None where there is none. The same on all ranks."""
+        eager = self.context.eager_buffers
+        return eager if self._learns_bounds and not eager.is_off else None
+
     def _request_rows(self, *, ahead: bool, flag: int) -> list[Request]:
         """Agrees with all ranks on the size of the exchange, and exchanges ids. Returns what is requested of each shard
         here."""
@@ -297,9 +303,9 @@ class ShardedCall:
                     context.announce(phase, error=error)
                     raise
         context.check_capacity(bounds)
-        if not context.eager_buffers.is_off and self._learns_bounds:
+        if self._eager_buffers is not None:
             with context.exchange.leaving_on_error():
-                context.eager_buffers.prepare(bounds)
+                self._eager_buffers.prepare(bounds)
         self._note_announced(header.flags)
         self.exchange_number, self._bounds = context.number, bounds
         with context.exchange.leaving_on_error():
@@ -350,10 +356,10 @@ class ShardedCall:
 
     def _exchange_of_ids(self) -> PeerExchange | None:
         """What exchanges its ids through the ranks' memory, the same on all ranks; None where they are sent."""
-        captures, eager = self.context.captures, self.context.eager_buffers
+        captures, eager = self.context.captures, self._eager_buffers
         if captures.is_active:
             return captures.exchange_of_ids(self._bounds)
-        return eager.exchange_of_ids(self._bounds) if self._learns_bounds and not eager.is_off else None
+        return None if eager is None else eager.exchange_of_ids(self._bounds)
 
     def _note_announced(self, flags: Sequence[int]) -> None:
         """All ranks have announced the forward, or its plan, with these `flags`."""
@@ -450,8 +456,8 @@ class ShardedCall:
             self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.exchange_number, trains=trains)
-            elif not context.eager_buffers.is_off and self._learns_bounds:
-                context.eager_buffers.rows_sent()
+            elif self._eager_buffers is not None:
+                self._eager_buffers.rows_sent()
             for bags, rows_to_send in kept:
                 rows_of_ids = exchange.send(rows_to_send, ROWS)
                 if self._requests_weight_gradient[exchange.rank]:
@@ -461,12 +467,12 @@ class ShardedCall:
 
     def _find_buffers(self) -> Sequence[PartBuffers | None]:
         """Of each part, the buffers in other ranks' memory for its rows and gradients; None where these are sent."""
-        captures, eager = self.context.captures, self.context.eager_buffers
+        captures, eager = self.context.captures, self._eager_buffers
         buffers: Sequence[PartBuffers | None] | None = None
         self._memory = None
         if captures.is_active:
             buffers, self._memory = captures.buffers(), captures.symmetric
-        elif not eager.is_off and self._learns_bounds:
+        elif eager is not None:
             buffers, self._memory = eager.of(self._bounds), eager
         if buffers is not None and all(
             buffer is None or (buffer.rows.to.each, buffer.grads.to.each) == (part.answer[0], part.grads[0])
