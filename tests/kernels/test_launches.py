@@ -283,7 +283,9 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     for given, winners in ((weights, None), (None, argmax)):
         lookup.pool(hot, overflow, homes, bags, given, out, winners)
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
-    lookup.spread(hot, overflow, homes, RowSpread(torch.full((2,), 2**40, dtype=torch.int64), each=5, first=0))
+    picked = torch.zeros(10, dtype=torch.int64)
+    assert lookup.gather(hot, overflow, homes, picked=picked[:3]).shape[0] == 3
+    lookup.spread(hot, overflow, homes, picked, RowSpread(torch.full((2,), 2**40, dtype=torch.int64), each=5, first=0))
     n = MOST_JOINED + 1
     joined = Joined(3, [1] * n, [5 * f for f in range(n)], [5] * n, [0] * n, [3 * f for f in range(n)], [8] * n)
     together, edges = join_bags([torch.zeros(5, dtype=torch.int64)] * n, [None] * n, joined, 3 * n + 1)

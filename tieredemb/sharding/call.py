@@ -185,6 +185,8 @@ class ShardedCall:
         self._stream_use = StreamUse(context.device)
         self._kept_batch = batch if self._learns_bounds else None  # until the requests of all ranks are known to fit
         self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
+        eager = context.eager_buffers  # None if an eager forward like this never writes there; the same on all ranks
+        self._eager_buffers = None if eager.is_off or not self._learns_bounds else eager
         self._requests = self._request_rows(ahead=ahead, flag=flag)
         if ahead:
             self._stream_use.record_made()
@@ -275,12 +277,6 @@ class ShardedCall:
         """Whether the size of its exchange is learned from earlier batches with as many samples on each rank."""
         return self.context.recorded is not None and not self._is_captured
 
-    @property
-    def _eager_buffers(self) -> EagerBuffers | None:
-        """The memory that such an eager forward may write to; None where there is none. The same on all ranks."""
-        eager = self.context.eager_buffers
-        return eager if self._learns_bounds and not eager.is_off else None
-
     def _request_rows(self, *, ahead: bool, flag: int) -> list[Request]:
         """Agrees with all ranks on the size of the exchange, and exchanges ids. Returns what is requested of each shard
         here."""
@@ -336,7 +332,12 @@ class ShardedCall:
 
     def _exchange_ids(self, samples: list[int]) -> list[Request]:
         """Exchanges ids; returns what is requested of each shard here. `samples`: of each rank."""
-        exchange, bounds, peers = self.context.exchange, self._bounds, self._exchange_of_ids()
+        exchange, bounds = self.context.exchange, self._bounds
+        peers: PeerExchange | None = None  # the same on all ranks
+        if self._report is not None:
+            peers = self.context.captures.exchange_of_ids(bounds)
+        elif self._eager_buffers is not None:
+            peers = self._eager_buffers.exchange_of_ids(bounds)
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
                 self._bags, requested = self._recorded.exchange(peers)
@@ -353,13 +354,6 @@ class ShardedCall:
         for request, messages_of in zip(requests, self._by_shard(received), strict=True):
             request.take(messages_of)
         return requests
-
-    def _exchange_of_ids(self) -> PeerExchange | None:
-        """What exchanges its ids through the ranks' memory, the same on all ranks; None where they are sent."""
-        captures, eager = self.context.captures, self._eager_buffers
-        if captures.is_active:
-            return captures.exchange_of_ids(self._bounds)
-        return None if eager is None else eager.exchange_of_ids(self._bounds)
 
     def _note_announced(self, flags: Sequence[int]) -> None:
         """All ranks have announced the forward, or its plan, with these `flags`."""
