@@ -276,8 +276,13 @@ def test_rows_go_to_each_rank(width, dtype, each, uncached):
     lookup = DeviceLookup(space, RowFormat(width=width, dtype=dtype), None)
     memory = [torch.full((first + each + 1, width), math.nan, device=GPU, dtype=dtype) for _ in range(ranks)]
     begins = torch.tensor([its.data_ptr() for its in memory], device=GPU)
-    lookup.spread(hot, overflow, homes, RowSpread(begins, each, first))
-    expected = lookup.gather(hot, overflow, homes).split(each) if each else [weight[:0]] * ranks
+    picked = torch.randperm(ranks * each, device=GPU)
+    lookup.spread(hot, overflow, homes, picked, RowSpread(begins, each, first))
+    rows_of_all = lookup.gather(hot, overflow, homes)[picked]
+    assert torch.equal(
+        lookup.gather(hot, overflow, homes, picked=picked).view(torch.uint8), rows_of_all.view(torch.uint8)
+    )
+    expected = rows_of_all.split(each) if each else [weight[:0]] * ranks
     for its, rows in zip(memory, expected, strict=True):
         assert torch.equal(its[first : first + each].view(torch.uint8), rows.view(torch.uint8))
         assert its[:first].isnan().all()

@@ -111,7 +111,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, optimizer, records):
     def look_up(batch):
         return model(batch[0], batch[1])
 
-    checked, again = calls_of(ShardedCall, "_checked_bags"), calls_of(ShardedCall, "_request_again")
+    checked, again = calls_of(ShardedCall, "_find_and_check"), calls_of(ShardedCall, "_request_again")
     with counted(records=records) as replays, checked as firsts, again as seconds, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a batch that does not fit warns
         flight = []
@@ -350,7 +350,7 @@ def looks(rank, size):
         ids, offsets, _, upstream = batch_of(tables, step, rank, samples=lambda rank: 2000, shape="ones")
         if step == 10 and rank == 1:
             ids = ids // 2 * 2
-        with calls_of(ShardedCall, "_checked_bags") as checked, calls_of(ShardedCall, "_request_again") as replays:
+        with calls_of(ShardedCall, "_find_and_check") as checked, calls_of(ShardedCall, "_request_again") as replays:
             out = model(ids, offsets)
             out.backward(upstream.to(out.dtype))
         first += [step] * len(checked)

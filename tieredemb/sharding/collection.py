@@ -40,6 +40,7 @@ from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.call import ShardedCallContext
 from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.exchange_clock import ExchangeClock
 from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
@@ -174,6 +175,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             for each in held:
                 each.engine.tables.filled()
             exchange.check_device(config.device)
+            if exchange.has_nccl and config.device.type == "cuda":
+                exchange.clock = ExchangeClock(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
         except BaseException as error:

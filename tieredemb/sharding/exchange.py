@@ -70,7 +70,7 @@ class Sending(NamedTuple):
 class Exchange:
     """The collectives of one collection, over a process group of its own. `timeout`: how long a rank waits for another
     · `has_nccl`: whether GPUs exchange their tensors by NCCL, as in the given group · `sent`: bytes sent to other
-    ranks, by kind."""
+    ranks, by kind · `clock`: of exchanges by NCCL, if there is one."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -98,11 +98,11 @@ class Exchange:
         self._device: torch.device | None = None  # the GPU of this rank, in the same case
         self.sent = self._tally = Counter[str]()
         self._wait_seconds = self._exchange_seconds = 0.0  # of the host
-        self._clock: ExchangeClock | None = None  # of the GPU, where that exchanges by NCCL
+        self.clock: ExchangeClock | None = None
 
     def stats(self) -> ShardedStats:
         """What was sent, and waited for, so far. Synchronises where a GPU has exchanged something by NCCL."""
-        exchanged = self._exchange_seconds + (0.0 if self._clock is None else self._clock.seconds)
+        exchanged = self._exchange_seconds + (0.0 if self.clock is None else self.clock.seconds)
         return ShardedStats(**self.sent, wait_seconds=self._wait_seconds, exchange_seconds=exchanged)
 
     @property
@@ -372,7 +372,7 @@ class Exchange:
             if peers is not None:
                 peers.send(received, given)
             else:
-                with contextlib.nullcontext() if self._clock is None or not kind else self._clock.running():
+                with contextlib.nullcontext() if self.clock is None or not kind else self.clock.running():
                     dist.all_to_all_single(received, given, received_sizes, sent_sizes, group=self.group)
         if kind:
             self._exchange_seconds += 0.0 if given.is_cuda else monotonic() - begin
@@ -485,7 +485,7 @@ class Exchange:
         from 2.30 on unless `NCCL_MULTI_RANK_GPU_ENABLE` is 1."""
         if device.type != "cuda" or not self.has_nccl:
             return
-        self._device, self._clock = device, ExchangeClock(device)
+        self._device = device
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         location = RankLocation(socket.gethostname(), gpu, _shared_by_processes())
         self.locations = self.all_gather_object(location, Phase.CONSTRUCT)
