@@ -23,11 +23,11 @@ from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.autotuner import Autotuner, SharedAutotuner
-from tieredemb.pipeline.backward_thread import backward_on_this_thread
 from tieredemb.pipeline.batches import do_nothing
 from tieredemb.pipeline.lookups import Learned, Listener, LookupSpec, NamedLookups, divisions_of, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.pipeline.plan_groups import PlannedGroup
+from tieredemb.step.backward_thread import backward_on_this_thread
 from tieredemb.step.planned_forwards import PlannedForwards
 
 B = TypeVar("B")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tieredemb
-from tieredemb.pipeline.backward_thread import backward_on_this_thread
+from tieredemb.step.backward_thread import backward_on_this_thread
 
 GPU, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
