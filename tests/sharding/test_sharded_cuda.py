@@ -3,6 +3,8 @@ that rank exchanges all with itself, as several do: by NCCL."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +108,22 @@ def with_itself(request, tmp_path, monkeypatch):
     dist.init_process_group(request.param, f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_cuda_backward_runs_on_the_thread_that_begins_it_until_the_collection_is_closed(with_itself):
+    def threads():
+        leaf, found = torch.ones(1, device="cuda", requires_grad=True), set()
+        out = leaf * 2
+        out.register_hook(lambda _: found.add(threading.get_ident()))
+        out.sum().backward()
+        return found
+
+    here = {threading.get_ident()}
+    assert threads() != here
+    model = ShardedTieredEmbeddingBagCollection(TABLES, capacity=0.3, device="cuda")
+    assert threads() == here
+    model.close()
+    assert threads() != here
 
 
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])

@@ -1,7 +1,9 @@
-"""Loops over one GPU run backward passes on their own thread, and leave autograd as they found it."""
+"""Loops over one GPU, and collections sharded over several, run backward passes on the thread that begins them, and
+leave autograd as they found it."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import tieredemb
-from tieredemb.step.backward_thread import backward_on_this_thread
+from tieredemb.step.backward_thread import backward_on_this_thread, hold_backward
 
 GPU, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -73,6 +75,56 @@ def test_a_loop_that_another_thread_ends_is_forgotten():
     with backward_on_this_thread(nn.Module(), [GPU]):  # the next loop of this thread
         pass
     assert has_threads()
+
+
+class Owner:
+    """What has backward passes held."""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_owner_holds_them_until_it_releases_them(before):
+    torch._C._set_multithreading_enabled(before)
+    owner = Owner()
+    release = hold_backward(owner)
+    assert not has_threads()
+    release()
+    assert has_threads() == before
+    torch._C._set_multithreading_enabled(not before)
+    release()  # once is enough
+    del owner
+    assert has_threads() == (not before)
+    torch._C._set_multithreading_enabled(True)
+
+
+def test_an_owner_that_is_forgotten_releases_them():
+    owner = Owner()
+    hold_backward(owner)
+    assert not has_threads()
+    del owner
+    gc.collect()
+    assert has_threads()
+
+
+@pytest.mark.parametrize("first", ["loop", "owner"])
+def test_a_loop_inside_changes_nothing(first):
+    owner, loop = Owner(), ExitStack()
+    release = hold_backward(owner)
+    loop.enter_context(backward_on_this_thread(nn.Module(), [GPU]))
+    ends = {"loop": loop.close, "owner": release}
+    ends.pop(first)()
+    assert not has_threads()
+    ends.popitem()[1]()
+    assert has_threads()
+
+
+def test_other_threads_keep_autograds():
+    owner, found = Owner(), []
+    release = hold_backward(owner)
+    other = threading.Thread(target=lambda: found.append(has_threads()))
+    other.start()
+    other.join()
+    release()
+    assert found == [True]
 
 
 @pytest.mark.parametrize("how", ["end", "break", "error"])

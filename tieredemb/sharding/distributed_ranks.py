@@ -26,6 +26,7 @@ from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
 from tieredemb.sharding.whole_rows import gather_rows, rows_from_rank_0
+from tieredemb.step.backward_thread import hold_backward
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import look_up
@@ -49,6 +50,8 @@ class DistributedRanks(Ranks):
         self.states = RowStates(context.layout, context.exchange, context.shards, self._announce)
         self._following = Following(self.states)
         self._reached = False
+        # a process has one GPU; rows are updated on the thread that has begun the backward, which need not fall asleep
+        self._release_backward = hold_backward(self) if context.device.type == "cuda" else None
 
     @property
     def tables(self) -> Sequence[TableConfig]:
@@ -290,6 +293,8 @@ class DistributedRanks(Ranks):
         )  # fmt: skip
 
     def close(self) -> None:
+        if self._release_backward is not None:
+            self._release_backward()
         self._planned.drop_all()
         is_intact = not self._context.exchange.is_broken
         self._context.exchange.close()

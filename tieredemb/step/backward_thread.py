@@ -1,9 +1,10 @@
-"""The thread that runs the backward passes of a loop over one GPU.
+"""Which thread runs backward passes: that which begins them, while something holds them there.
 
-Autograd runs the nodes of each GPU on a separate thread, and the loop's thread waits for it. Python code there starts
-with cold CPU caches, and the two threads wake each other in each step, which can take as long as the step's Python
-code. With one GPU nothing runs in parallel, so inside a loop the backward runs on the loop's thread. If a model is on
-several GPUs, autograd's threads stay, as they launch in parallel.
+Autograd runs the nodes of each GPU on a separate thread, and the thread of the loop waits for it. Python code there
+starts with cold CPU caches, and the two threads wake each other in each step, which can take as long as the step's
+Python code. With one GPU nothing runs in parallel. So inside a loop over a model on one GPU, and while a collection
+lives that is sharded over GPUs, of which a process has one, the backward runs on the thread that has begun it. If a
+model is on several GPUs, autograd's threads stay, as they launch in parallel.
 """
 
 from __future__ import annotations
@@ -11,47 +12,60 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
 from torch import nn
 
 
-class _Loop:
-    """A loop that has its backward passes on its thread."""
+class _Holder:
+    """What holds the backward passes of a thread."""
 
 
 class _OfThread(threading.local):
-    """The loops of a thread, and whether autograd used its own threads before the first of them: None without loops. If
-    another thread ends the last loop, the next loop restores that."""
+    """The holders of a thread, and whether autograd used its own threads before the first of them: None without
+    holders. If another thread releases the last one, the next holder restores that."""
 
     def __init__(self) -> None:
-        self.loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
         self.before: bool | None = None
 
 
 _THREAD = _OfThread()
 
 
+def hold_backward(owner: object) -> Callable[[], object]:
+    """Backward passes that this thread begins run on it, until what is returned is called, or `owner` is no more, or
+    until all others have been released that hold them."""
+    holder, holders = _Holder(), _THREAD.holders
+    if _THREAD.before is None:
+        _THREAD.before = torch._C._is_multithreading_enabled()
+    holders.add(holder)
+    torch._C._set_multithreading_enabled(False)
+
+    def release() -> None:
+        holders.discard(holder)
+        if not holders and holders is _THREAD.holders and _THREAD.before is not None:
+            torch._C._set_multithreading_enabled(_THREAD.before)
+            _THREAD.before = None
+
+    released = weakref.finalize(owner, release)
+    released.atexit = False
+    return released
+
+
 @contextlib.contextmanager
 def backward_on_this_thread(model: nn.Module, tables: Iterable[torch.device]) -> Iterator[None]:
-    """Inside, backward passes that this thread begins run on it, if all of `model` that is on GPUs is on one.
-    Autograd's threads are restored once the last loop of this thread ends. `tables`: the devices of the model's tables,
-    which are not among its parameters."""
+    """Inside, backward passes that this thread begins run on it, if all of `model` that is on GPUs is on one. `tables`:
+    the devices of the model's tables, which are not among its parameters."""
     devices = chain(tables, (tensor.device for tensor in chain(model.parameters(), model.buffers())))
     if len({device for device in devices if device.type == "cuda"}) != 1:
         yield
         return
-    loop, loops = _Loop(), _THREAD.loops
-    if _THREAD.before is None:
-        _THREAD.before = torch._C._is_multithreading_enabled()
-    loops.add(loop)
-    torch._C._set_multithreading_enabled(False)
+    loop = _Holder()
+    release = hold_backward(loop)
     try:
         yield
     finally:
-        loops.discard(loop)
-        if not loops and loops is _THREAD.loops and _THREAD.before is not None:
-            torch._C._set_multithreading_enabled(_THREAD.before)
-            _THREAD.before = None
+        release()
