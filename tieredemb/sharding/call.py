@@ -185,7 +185,7 @@ class ShardedCall:
         self._stream_use = StreamUse(context.device)
         self._kept_batch = batch if self._learns_bounds else None  # until the requests of all ranks are known to fit
         self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
-        eager = context.eager_buffers  # None if an eager forward like this never writes there; the same on all ranks
+        eager = context.eager_buffers  # the memory that such a forward may write to, or None; the same on all ranks
         self._eager_buffers = None if eager.is_off or not self._learns_bounds else eager
         self._requests = self._request_rows(ahead=ahead, flag=flag)
         if ahead:
