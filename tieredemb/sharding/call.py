@@ -57,16 +57,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # flags in the header of a forward
 WEIGHTED = 1  # per-sample weights are given
-PLANNED = 2  # this rank has exchanged its ids ahead
+PLANNED = 2  # this rank has exchanged its ids ahead; and looked its rows up, where it may before the header
 GRADIENT = 4  # the gradient of the weights is requested, which takes the rows of all ids
 NO_PLANS_AHEAD = 8  # this rank would not plan the next batch ahead
 CHECK_DEFERRED = 16  # this rank has not read yet how much it requests, and expects as much as for the batch before
-FETCHED = 32  # its rows have been looked up: the header announces these as well
-TRAINS = 64  # its backward will update rows
+TRAINS = 32  # its backward will update rows
 # flags in the header of a backward
 INFINITE = 1  # a gradient is not finite: no rank may update
-FINAL = 2  # the update takes gradients as they are received
-REACHED_SHIFT = 2  # bits: the higher ones say which forwards the backward has reached
+REACHED_SHIFT = 1  # bits: the higher ones say which forwards the backward has reached
 MOST_COUNTED = 0xFFFF  # forwards: the flag counts no more
 
 
@@ -74,7 +72,8 @@ class ReadyGradients(NamedTuple):
     """What the backward of one forward is about to exchange. `sending`: of each part, until it is sent; the buffer for
     the gradients of all ranks where ranks write into the owner's memory · `kept`: of each part, a tensor to copy
     received gradients to, if a later step applies them · `is_infinite`: whether a gradient of this rank is not finite ·
-    `is_final`: whether an update takes what is received as it is, so that this rank cannot fail before the update."""
+    `is_final`: whether an update takes what is received as it is, so that no rank can fail before the update; the same
+    on all ranks."""
 
     sending: list[list[Sending | torch.Tensor]]
     kept: list[torch.Tensor | None]
@@ -103,7 +102,7 @@ class ShardedCallContext(ShardedContext):
             ready, header = self._ready(reached)
             is_infinite = bool(header.set_by_any & INFINITE)
             # no rank can fail any more before the update, so they need not agree again
-            is_final = not is_infinite and bool(header.set_by_all & FINAL)
+            is_final = not is_infinite and all(each.is_final for each in ready)
             with self.exchange.leaving_on_error():
                 if not self.eager_buffers.is_off:
                     self.eager_buffers.reached([call.exchange_number for call, _ in reached])
@@ -136,7 +135,7 @@ class ShardedCallContext(ShardedContext):
         except Exception as error:
             failed = error
         reached_flag = self._reached_flag([call.exchange_number for call, _ in reached])
-        flag = INFINITE * any(each.is_infinite for each in ready) | FINAL * all(each.is_final for each in ready)
+        flag = INFINITE * any(each.is_infinite for each in ready)
         updates = failed is None and self.optimizer is not None  # a torch optimizer updates later, in its step
         header = self.announce(Phase.BACKWARD, flag=reached_flag << REACHED_SHIFT | flag, error=failed, updates=updates)
         _check_reached([each >> REACHED_SHIFT for each in header.flags])
@@ -374,7 +373,8 @@ class ShardedCall:
 
     def may_fetch_first(self, flag: int) -> bool:
         """Whether the forward of a planned call may look its rows up before it announces itself, and announce both by
-        one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
+        one header: where nothing is lost if another rank has no plan, or has failed. The same on all ranks. `flag`: of
+        the forward."""
         return not flag & WEIGHTED and not self.context.lookups_change_rows
 
     def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
@@ -436,10 +436,10 @@ class ShardedCall:
         if is_announced:
             header = context.announce(Phase.ROWS, counts=self._counts, error=failed)
         else:
-            flag = PLANNED | FETCHED | TRAINS * trains | NO_PLANS_AHEAD * (not context.offers_ahead)
+            flag = PLANNED | TRAINS * trains | NO_PLANS_AHEAD * (not context.offers_ahead)
             header = context.announce(Phase.FORWARD, counts=self._counts, flag=flag, error=failed)
             _check_alike(header, exchange)
-            if not header.set_by_all & FETCHED:
+            if not header.set_by_all & PLANNED:
                 return False
             self._note_announced(header.flags)
         if not bounds_take(self._bounds, header.most):
