@@ -45,8 +45,8 @@ class Memory:
 
     def exchange_of_ids(self, spec):
         assert spec in self.specs
-        self.exchanges.append(spec)
-        return spec
+        self.exchanges.append(SimpleNamespace(spec=spec, wait_stream=lambda: self.did.append("wait_stream of ids")))
+        return self.exchanges[-1]
 
     def wait_stream(self):
         self.did.append("wait_stream")
@@ -192,12 +192,13 @@ def test_ids_are_exchanged_there_where_all_tables_are_row_wise(make_buffers):
     words = (2 + 18) + (3 + 90)
     ((*_, last),) = (memory.specs for memory in Memory.made)
     assert (last.kind, last.each, last.width, last.dtype) == (IDS, words_of_region(words), 1, torch.int64)
-    assert buffers.exchange_of_ids(its) == last
-    assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))) == last
+    assert buffers.exchange_of_ids(its).spec == last
+    assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))).spec == last
     assert buffers.exchange_of_ids((Bound(18, 9), Bound(91, 45))) is None
     prepared(buffers, (Bound(100, 8), Bound(80, 40)))
     assert [len(memory.exchanges) for memory in Memory.made] == [1, 1]
-    assert buffers.exchange_of_ids(its) == Memory.made[1].specs[-1]
+    assert Memory.made[0].did[-3:] == ["wait_stream", "wait_stream of ids", ("close", True)]
+    assert buffers.exchange_of_ids(its).spec == Memory.made[1].specs[-1]
     buffers.close(frees=True)
     assert buffers.exchange_of_ids(its) is None
 

@@ -22,6 +22,7 @@ import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.gpu_bags import GpuBags
+from tieredemb.sharding.peer_exchange import PeerExchange
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
 
@@ -133,7 +134,9 @@ def test_what_is_written_counts_as_sent(world):
 
 
 SPIN = 3_000_000  # clock cycles: some 2 ms, in which another rank could be a step ahead
-LATE = {"rows came": (GpuBags, "pool"), "gradients came": (Request, "gradient")}  # before who reads them
+LATE = {  # before what sends or reads them
+    "ids go": (PeerExchange, "send"), "rows came": (GpuBags, "pool"), "gradients came": (Request, "gradient"),
+}  # fmt: skip
 
 
 def spun(function):
@@ -311,6 +314,7 @@ def test_ranks_write_what_they_would_send(world, kind, ahead):
 @pytest.mark.parametrize(("kind", "late"), [
     *(("once", late) for late in ("before", "rows came", "behind rows", "gradients came")),
     ("twice", "behind rows"), ("looks up", "before"), ("looks up", "rows came"),
+    ("once", "ids go"), ("twice", "ids go"), ("recomputed", "ids go"),
 ])  # fmt: skip
 def test_a_late_gpu_is_waited_for(world, kind, late, rank):
     """The other reads nothing that it has yet to write, and overwrites nothing that it has yet to read: which could be
@@ -329,6 +333,7 @@ def test_ranks_write_what_they_would_send_eagerly(world, kind, ahead):
 @pytest.mark.parametrize(("kind", "late"), [
     *(("once", late) for late in ("before", "rows came", "behind rows", "gradients came")),
     ("looks up", "before"), ("looks up", "rows came"), ("other streams", "rows came"),
+    *((kind, "ids go") for kind in ("once", "other streams", "looks up", "recomputed")),
 ])  # fmt: skip
 def test_a_late_gpu_is_waited_for_eagerly(world, kind, late, rank, ahead):
     check_same(world.run(run_of, kind, ahead, (late, rank), False))

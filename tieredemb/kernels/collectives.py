@@ -59,7 +59,7 @@ class Waiting(Protocol):
         """Whether the GPU is done while ranks wait for each other. Waits for it so long."""
 
     def end(self) -> None:
-        """Ends the waits of this library's barriers on the GPU, now and later."""
+        """Ends the waits of this library's kernels for other ranks, now and later."""
 
 
 _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -96,7 +96,7 @@ def free_all() -> None:
 def end_waits(device: torch.device) -> None:
     """Called when ranks stop exchanging, as after one has left: frees the graphs of all holders; if `device` is not
     idle within a few seconds, aborts all communicators of NCCL, also those of the user's groups, and ends the waits of
-    the library's barriers. So the GPU waits for no other one, and its results are meaningless. Does nothing in a
+    the library's kernels. So the GPU waits for no other one, and its results are meaningless. Does nothing in a
     capture. Raises nothing."""
     with contextlib.suppress(RuntimeError):  # of a GPU that has failed itself
         if not _is_capturing():

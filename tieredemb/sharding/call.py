@@ -334,7 +334,7 @@ class ShardedCall:
         exchange, bounds = self.context.exchange, self._bounds
         peers: PeerExchange | None = None  # the same on all ranks
         if self._report is not None:
-            peers = self.context.captures.exchange_of_ids(bounds)
+            peers = self.context.captures.exchange_of_ids(bounds, is_planned=self.row_bound is not None)
         elif self._eager_buffers is not None:
             peers = self._eager_buffers.exchange_of_ids(bounds)
         if self._recorded is not None:

@@ -47,7 +47,9 @@ class Captures(Agreement):
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
-        self._ids: PeerExchange | None = None  # in that step, where it exchanges ids through ranks' memory
+        # of that step, where it exchanges ids through ranks' memory; and whether it plans forwards ahead
+        self._ids: PeerExchange | None = None
+        self._plans_ahead = False
 
     def check(self) -> None:
         if not self._context.exchange.has_nccl:
@@ -124,7 +126,8 @@ class Captures(Agreement):
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
         exchange = self._context.exchange
         self._failures_before = exchange.failures
-        self._buffers = self._make_buffers(len(given), ahead=bool(planned))
+        self._plans_ahead = bool(planned)
+        self._buffers = self._make_buffers(len(given), ahead=self._plans_ahead)
         self._known = {identity(each) for each in (*given, *planned)}
         try:
             with exchange.counting_replays() as count:
@@ -192,10 +195,13 @@ class Captures(Agreement):
         """Of each part the buffers for rows and gradients of the next captured forward; None where these are sent."""
         return next(self._buffers, None)
 
-    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
-        """What exchanges the ids of a captured forward, if their exchange has these `bounds`; None where NCCL does."""
-        words, found = message_words(self._context.parts, bounds), self._ids
-        return found if found is not None and words <= found.capacity else None
+    def exchange_of_ids(self, bounds: Bounds, *, is_planned: bool) -> PeerExchange | None:
+        """What exchanges the ids of a captured forward, if their exchange has these `bounds`; None where NCCL does.
+        `is_planned`: whether the step plans it ahead. In such a step a recomputed forward exchanges on another branch
+        of the graph, and so by NCCL, as one rank's exchanges through memory have to follow each other."""
+        if self._ids is None or is_planned != self._plans_ahead:
+            return None
+        return self._ids if message_words(self._context.parts, bounds) <= self._ids.capacity else None
 
     @property
     def is_active(self) -> bool:

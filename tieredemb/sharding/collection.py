@@ -186,6 +186,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self._frozen = False
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
+        self._ranks.hold_backward()
 
     def _make_ranks(
         self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int, max_ids: int | None

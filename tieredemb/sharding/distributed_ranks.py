@@ -50,8 +50,7 @@ class DistributedRanks(Ranks):
         self.states = RowStates(context.layout, context.exchange, context.shards, self._announce)
         self._following = Following(self.states)
         self._reached = False
-        # a process has one GPU; rows are updated on the thread that has begun the backward, which need not fall asleep
-        self._release_backward = hold_backward(self) if context.device.type == "cuda" else None
+        self._release_backward: Callable[[], object] | None = None
 
     @property
     def tables(self) -> Sequence[TableConfig]:
@@ -291,6 +290,10 @@ class DistributedRanks(Ranks):
             config=self._config, layout=layout, exchange=exchange, shards=self._context.shards, announce=announce,
             prefix=prefix, names=names,
         )  # fmt: skip
+
+    def hold_backward(self) -> None:
+        if self._context.device.type == "cuda":
+            self._release_backward = hold_backward(self)
 
     def close(self) -> None:
         if self._release_backward is not None:

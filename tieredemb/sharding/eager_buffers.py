@@ -94,6 +94,8 @@ class EagerBuffers:
                 specs.append(BufferSpec.for_gradients(0, number, shard, bound))
         if self._memory is not None:
             self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
+        if self._ids is not None:
+            self._ids.wait_stream()
         memory = SymmetricMemory(self._context, SHARE)
         of_ids = None
         if all(not part.is_table_wise for part, _ in self._context.parts):

@@ -39,7 +39,8 @@ class PeerExchange(PeerWait):
             begins=regions.begins, capacity=self.capacity, ranks=ranks, rank=rank
         )
         self._limits = self._patience(EXCHANGE)
-        kernel(EXCHANGE, "blocks_exchange").prepare(device.index)
+        with on_device(device):
+            kernel(EXCHANGE, "blocks_exchange").load(device.index)  # a capture may launch it first
 
     def send(self, received: torch.Tensor, given: torch.Tensor) -> None:
         """Sends each rank its block of `given`, int64 (W · N,), where `N` is equal on all ranks and `capacity` at most;

@@ -31,7 +31,7 @@ class ShardedStats(CacheStats):
 
     A rank that waits less than the others is the one that they wait for. Hosts wait before each exchange of an eager
     step, and once before a captured step. The time that a header takes is included. Where GPUs write into each other's
-    memory, their kernels do other work meanwhile: of that the waits alone are measured.
+    memory only the waits are measured, as the same kernels also compute.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone

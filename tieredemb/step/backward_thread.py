@@ -36,8 +36,8 @@ _THREAD = _OfThread()
 
 
 def hold_backward(owner: object) -> Callable[[], object]:
-    """Backward passes that this thread begins run on it, until what is returned is called, or `owner` is no more, or
-    until all others have been released that hold them."""
+    """Backward passes that this thread begins run on it. This lasts until the returned function is called, or `owner`
+    is gone, and no other holder of this thread is left."""
     holder, holders = _Holder(), _THREAD.holders
     if _THREAD.before is None:
         _THREAD.before = torch._C._is_multithreading_enabled()
