@@ -17,7 +17,7 @@ from tieredemb.sharding.eager_buffers import LACKING, EagerBuffers
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.peer_exchange import words_of_region
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
-from tieredemb.sharding.symmetric import SymmetricRows
+from tieredemb.sharding.symmetric import BufferSpec, SymmetricRows
 
 RANKS, RANK, WIDTH = 3, 1, 4
 
@@ -30,11 +30,11 @@ class Memory:
     bytes, wait_seconds = 100, 0.5
 
     def __init__(self, context, share):
-        self.share, self.specs, self.did, self.exchanges = share, None, [], []
+        self.share, self.parts, self.specs, self.did, self.exchanges = share, context.parts, None, [], []
         self.made.append(self)
 
-    def make(self, specs):
-        self.specs = specs
+    def make(self, specs, bounds):
+        self.specs, self.bounds = specs, bounds
         if not self.has_memory:
             return None
         begins = torch.zeros(RANKS, dtype=torch.int64)
@@ -43,8 +43,11 @@ class Memory:
             for spec in specs
         ]
 
-    def exchange_of_ids(self, spec):
-        assert spec in self.specs
+    def exchange_of_ids(self, bounds):
+        assert bounds == self.bounds
+        spec = BufferSpec.for_ids(self.parts, bounds)
+        if spec is None:
+            return None
         self.exchanges.append(SimpleNamespace(spec=spec, wait_stream=lambda: self.did.append("wait_stream of ids")))
         return self.exchanges[-1]
 
@@ -190,7 +193,8 @@ def test_ids_are_exchanged_there_where_all_tables_are_row_wise(make_buffers):
     assert buffers.exchange_of_ids(its) is None
     prepared(buffers, its)
     words = (2 + 18) + (3 + 90)
-    ((*_, last),) = (memory.specs for memory in Memory.made)
+    ((its_memory,), last) = Memory.made, Memory.made[0].exchanges[0].spec
+    assert its_memory.bounds == (Bound(18, 9), Bound(90, 45))
     assert (last.kind, last.each, last.width, last.dtype) == (IDS, words_of_region(words), 1, torch.int64)
     assert buffers.exchange_of_ids(its).spec == last
     assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))).spec == last
@@ -198,14 +202,14 @@ def test_ids_are_exchanged_there_where_all_tables_are_row_wise(make_buffers):
     prepared(buffers, (Bound(100, 8), Bound(80, 40)))
     assert [len(memory.exchanges) for memory in Memory.made] == [1, 1]
     assert Memory.made[0].did[-3:] == ["wait_stream", "wait_stream of ids", ("close", True)]
-    assert buffers.exchange_of_ids(its).spec == Memory.made[1].specs[-1]
+    assert buffers.exchange_of_ids(its) is Memory.made[1].exchanges[0]
     buffers.close(frees=True)
     assert buffers.exchange_of_ids(its) is None
 
 
 def test_ids_are_sent_where_a_table_is_held_whole(buffers):
     prepared(buffers, bounds(16, 8))
-    assert IDS not in {spec.kind for spec in Memory.made[0].specs}
+    assert not Memory.made[0].exchanges
     assert buffers.exchange_of_ids(bounds(16, 8)) is None
 
 

@@ -22,8 +22,9 @@ from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
 
 
-def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None):
-    """The memory of rank 0, to which the others announce `flags`, one after the other."""
+def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None, has_whole=True):
+    """The memory of rank 0, to which the others announce `flags`, one after the other. `has_whole`: whether a table is
+    held whole."""
     its = SimpleNamespace(has_nccl=has_nccl, locations=locations, rank=0, size=len(locations))
     headers = []
 
@@ -32,7 +33,8 @@ def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None):
         headers.append(flag)
         return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
-    context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce)
+    part = SimpleNamespace(is_table_wise=has_whole, space=SimpleNamespace(features=[0, 1, 2]))
+    context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)])
     return SymmetricMemory(context), headers
 
 
@@ -94,13 +96,14 @@ def test_a_gpu_without_a_way_to_it_is_not_reached(gpus):
     assert not memory_of(HERE)[0]._reaches_all()
 
 
+BOUNDS = (Bound(50, 30),)
 SPECS = [BufferSpec(0, 0, 10, 8, torch.float32, ROWS), BufferSpec(0, 0, 7, 8, torch.bfloat16, GRADIENTS)]
 
 
 @pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
 def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywords):
     memory, headers = memory_of(HERE, **keywords)
-    assert memory.make(SPECS) is None
+    assert memory.make(SPECS, BOUNDS) is None
     assert not headers
 
 
@@ -147,8 +150,8 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
 
     monkeypatch.setattr(memory, "_allocate", allocate)
     monkeypatch.setattr(memory, "_mapped", mapping)
-    assert memory.make(SPECS) is None
-    assert memory.make(SPECS) is None  # nor asks again
+    assert memory.make(SPECS, BOUNDS) is None
+    assert memory.make(SPECS, BOUNDS) is None  # nor asks again
     assert [bool(each) for each in headers] == [allocated, mapped][: len(flags)]
     assert len(maps) == len(flags) - 1
     assert freed == [True] * (allocated + len(maps))
@@ -201,7 +204,7 @@ def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fit
 
 def test_without_row_wise_tables_ranks_announce_nothing(gpus):
     memory, headers = memory_of(HERE)
-    assert memory.make([]) is None
+    assert memory.make([], BOUNDS) is None
     assert not headers
 
 
@@ -235,10 +238,10 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
     context.exchange.failures, context.exchange.counting_replays = 0, contextlib.nullcontext
     context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
-    captures, met = Captures(context, None, None), []
-    monkeypatch.setattr(captures.symmetric, "make", lambda buffers: buffers)
+    captures, met, made = Captures(context, None, None), [], []
+    monkeypatch.setattr(captures.symmetric, "make", lambda buffers, bounds: (made.append(bounds), buffers)[1])
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
-    monkeypatch.setattr(captures.symmetric, "exchange_of_ids", lambda spec: SimpleNamespace(spec=spec, capacity=159))
+    monkeypatch.setattr(captures.symmetric, "exchange_of_ids", lambda bounds: bounds if bounds in made else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return captures, met
 
@@ -251,7 +254,6 @@ def test_forwards_of_a_step_have_buffers_in_turn(captures_of, ahead, row_bound, 
     assert captures.buffers() is None
     with captures.capturing(given, planned=given if ahead else ()):
         assert not met
-        assert captures.exchange_of_ids((Bound(1, 1),) * 3, is_planned=ahead) is None  # a table is held whole
         found = [captures.buffers() for _ in range(3)]
         assert len(met) == 1
     assert captures.buffers() is None
@@ -270,15 +272,27 @@ def test_forwards_of_a_step_have_buffers_in_turn(captures_of, ahead, row_bound, 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_ids_of_a_captured_step_go_through_a_buffer_where_all_tables_are_row_wise(captures_of, ahead):
+def test_ids_of_a_captured_step_go_through_the_buffer_of_its_exchanges(captures_of, ahead):
     """But for those of a forward that a step recomputes which goes ahead: on another branch they have no order."""
     captures, _ = captures_of(30, has_whole=False)
-    bounds, given = (Bound(50, 30),) * 3, [(torch.zeros(1), torch.zeros(0))]  # with three features each
+    bounds, given = (Bound(50, 30 if ahead else None),) * 3, [(torch.zeros(1), torch.zeros(0))]
     assert captures.exchange_of_ids(bounds, is_planned=ahead) is None
     with captures.capturing(given, planned=given if ahead else ()):
-        found = captures.exchange_of_ids(bounds, is_planned=ahead)
-        assert found.spec == BufferSpec(0, 0, words_of_region(159), 1, torch.int64, IDS)
+        assert captures.exchange_of_ids(bounds, is_planned=ahead) == bounds
         assert captures.exchange_of_ids(bounds, is_planned=not ahead) is None
-        more = Bound(50, 30), Bound(51, 30), Bound(50, 30)
-        assert captures.exchange_of_ids(more, is_planned=ahead) is None
-    assert captures.exchange_of_ids(bounds, is_planned=ahead) is None
+        assert captures.exchange_of_ids((Bound(51, 30), *bounds[1:]), is_planned=ahead) is None
+
+
+@pytest.mark.parametrize("has_whole", [False, True])
+def test_ids_have_a_buffer_where_all_tables_are_row_wise(gpus, monkeypatch, has_whole):
+    """Of each feature a number, and the ids, of two exchanges."""
+    memory, _ = memory_of(HERE, has_whole=has_whole)
+    allocated = []
+    monkeypatch.setattr(memory, "_add", allocated.append)
+    assert memory.make(SPECS, BOUNDS) is None
+    of_ids = BufferSpec(0, 0, words_of_region(3 + 50), 1, torch.int64, IDS)
+    assert allocated == [SPECS if has_whole else [*SPECS, of_ids]]
+    assert memory.exchange_of_ids(BOUNDS) is None  # it was not allocated
+    memory._exchanges[of_ids] = exchange = object()
+    assert memory.exchange_of_ids(BOUNDS) is (None if has_whole else exchange)
+    assert memory.exchange_of_ids((Bound(51, 30),)) is None

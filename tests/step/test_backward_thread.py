@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import tieredemb
-from tieredemb.step.backward_thread import backward_on_this_thread, hold_backward
+from tieredemb.step.backward_thread import backward_on_this_thread, disable_autograd_threads
 
 GPU, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 
@@ -77,40 +78,33 @@ def test_a_loop_that_another_thread_ends_is_forgotten():
     assert has_threads()
 
 
-class Owner:
-    """What has backward passes held."""
-
-
 @pytest.mark.parametrize("before", [True, False])
-def test_an_owner_holds_them_until_it_releases_them(before):
+def test_threads_are_disabled_until_that_is_ended(before):
     torch._C._set_multithreading_enabled(before)
-    owner = Owner()
-    release = hold_backward(owner)
+    restore = disable_autograd_threads()
     assert not has_threads()
-    release()
+    restore()
     assert has_threads() == before
     torch._C._set_multithreading_enabled(not before)
-    release()  # once is enough
-    del owner
+    restore()  # once is enough
     assert has_threads() == (not before)
     torch._C._set_multithreading_enabled(True)
 
 
-def test_an_owner_that_is_forgotten_releases_them():
-    owner = Owner()
-    hold_backward(owner)
+def test_an_owner_that_is_forgotten_ends_it():
+    owner = nn.Module()
+    weakref.finalize(owner, disable_autograd_threads())
     assert not has_threads()
     del owner
     gc.collect()
     assert has_threads()
 
 
-@pytest.mark.parametrize("first", ["loop", "owner"])
+@pytest.mark.parametrize("first", ["loop", "other"])
 def test_a_loop_inside_changes_nothing(first):
-    owner, loop = Owner(), ExitStack()
-    release = hold_backward(owner)
+    restore, loop = disable_autograd_threads(), ExitStack()
     loop.enter_context(backward_on_this_thread(nn.Module(), [GPU]))
-    ends = {"loop": loop.close, "owner": release}
+    ends = {"loop": loop.close, "other": restore}
     ends.pop(first)()
     assert not has_threads()
     ends.popitem()[1]()
@@ -118,12 +112,11 @@ def test_a_loop_inside_changes_nothing(first):
 
 
 def test_other_threads_keep_autograds():
-    owner, found = Owner(), []
-    release = hold_backward(owner)
+    restore, found = disable_autograd_threads(), []
     other = threading.Thread(target=lambda: found.append(has_threads()))
     other.start()
     other.join()
-    release()
+    restore()
     assert found == [True]
 
 

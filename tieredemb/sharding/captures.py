@@ -21,7 +21,7 @@ from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, message_words
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -47,9 +47,7 @@ class Captures(Agreement):
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
-        # of that step, where it exchanges ids through ranks' memory; and whether it plans forwards ahead
-        self._ids: PeerExchange | None = None
-        self._plans_ahead = False
+        self._goes_ahead = False  # whether that step plans forwards ahead
 
     def check(self) -> None:
         if not self._context.exchange.has_nccl:
@@ -126,20 +124,20 @@ class Captures(Agreement):
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[Callable[[], object]]:
         exchange = self._context.exchange
         self._failures_before = exchange.failures
-        self._plans_ahead = bool(planned)
-        self._buffers = self._make_buffers(len(given), ahead=self._plans_ahead)
+        self._goes_ahead = bool(planned)
+        self._buffers = self._make_buffers(len(given))
         self._known = {identity(each) for each in (*given, *planned)}
         try:
             with exchange.counting_replays() as count:
                 yield count
         finally:
-            self._known, self._buffers, self._ids = set(), iter(()), None
+            self._known, self._buffers = set(), iter(())
 
-    def _make_buffers(self, calls: int, *, ahead: bool) -> Iterator[list[PartBuffers | None]]:
+    def _make_buffers(self, calls: int) -> Iterator[list[PartBuffers | None]]:
         """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
         for each row-wise part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
         context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
-        bounds = context.bounds(context.row_bound if ahead else None)
+        bounds = context.bounds(context.row_bound if self._goes_ahead else None)
         if bounds is None:
             return iter(())
         for call in range(calls):
@@ -147,15 +145,9 @@ class Captures(Agreement):
                 if not part.is_table_wise:
                     specs.append(BufferSpec.for_rows(call, number, shard, bound))
                     specs.append(BufferSpec.for_gradients(call, number, shard, bound))
-        of_ids = None
-        if specs and all(not part.is_table_wise for part, _ in parts):
-            of_ids = BufferSpec.for_ids(parts, bounds)
-            specs.append(of_ids)
-        made = self.symmetric.make(specs)
+        made = self.symmetric.make(specs, bounds)
         if made is None:
             return iter(())
-        if of_ids is not None:
-            self._ids = self.symmetric.exchange_of_ids(of_ids)
         allocated = iter(made)
         return self._behind_barrier(
             [
@@ -199,9 +191,7 @@ class Captures(Agreement):
         """What exchanges the ids of a captured forward, if their exchange has these `bounds`; None where NCCL does.
         `is_planned`: whether the step plans it ahead. In such a step a recomputed forward exchanges on another branch
         of the graph, and so by NCCL, as one rank's exchanges through memory have to follow each other."""
-        if self._ids is None or is_planned != self._plans_ahead:
-            return None
-        return self._ids if message_words(self._context.parts, bounds) <= self._ids.capacity else None
+        return self.symmetric.exchange_of_ids(bounds) if is_planned == self._goes_ahead else None
 
     @property
     def is_active(self) -> bool:

@@ -40,7 +40,6 @@ from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.call import ShardedCallContext
 from tieredemb.sharding.distributed_ranks import DistributedRanks
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.exchange_clock import ExchangeClock
 from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import REPLICATED, ROW_WISE, Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
@@ -175,8 +174,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             for each in held:
                 each.engine.tables.filled()
             exchange.check_device(config.device)
-            if exchange.has_nccl and config.device.type == "cuda":
-                exchange.clock = ExchangeClock(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
         except BaseException as error:
@@ -186,7 +183,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self._frozen = False
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
-        self._ranks.hold_backward()
+        self._ranks.disable_autograd_threads()
 
     def _make_ranks(
         self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int, max_ids: int | None

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_on_all_ranks
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
+from tieredemb.sharding.exchange_clock import ExchangeClock
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import REPLICATED
@@ -26,7 +28,7 @@ from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.stats import ShardedStats
 from tieredemb.sharding.whole_rows import gather_rows, rows_from_rank_0
-from tieredemb.step.backward_thread import hold_backward
+from tieredemb.step.backward_thread import disable_autograd_threads
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import CompletedFuture, PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import look_up
@@ -50,7 +52,9 @@ class DistributedRanks(Ranks):
         self.states = RowStates(context.layout, context.exchange, context.shards, self._announce)
         self._following = Following(self.states)
         self._reached = False
-        self._release_backward: Callable[[], object] | None = None
+        self._restore_autograd: Callable[[], object] = lambda: None
+        if context.device.type == "cuda" and context.exchange.has_nccl:
+            context.exchange.clock = ExchangeClock(context.device)
 
     @property
     def tables(self) -> Sequence[TableConfig]:
@@ -291,13 +295,12 @@ class DistributedRanks(Ranks):
             prefix=prefix, names=names,
         )  # fmt: skip
 
-    def hold_backward(self) -> None:
+    def disable_autograd_threads(self) -> None:
         if self._context.device.type == "cuda":
-            self._release_backward = hold_backward(self)
+            self._restore_autograd = weakref.finalize(self, disable_autograd_threads())
 
     def close(self) -> None:
-        if self._release_backward is not None:
-            self._release_backward()
+        self._restore_autograd()
         self._planned.drop_all()
         is_intact = not self._context.exchange.is_broken
         self._context.exchange.close()

@@ -97,11 +97,7 @@ class EagerBuffers:
         if self._ids is not None:
             self._ids.wait_stream()
         memory = SymmetricMemory(self._context, SHARE)
-        of_ids = None
-        if all(not part.is_table_wise for part, _ in self._context.parts):
-            of_ids = BufferSpec.for_ids(self._context.parts, capacity)
-            specs.append(of_ids)
-        allocated = memory.make(specs)
+        allocated = memory.make(specs, capacity)
         if allocated is None:  # the buffers that there are stay
             self.is_off, self._grows = self._memory is None, False
             return
@@ -109,7 +105,7 @@ class EagerBuffers:
             self._waited += self._memory.wait_seconds
             self._release(frees=True)
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
-        self._ids = None if of_ids is None else memory.exchange_of_ids(of_ids)
+        self._ids = memory.exchange_of_ids(capacity)
 
     def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
         """What exchanges the ids of a forward, if their exchange has these `bounds`; None where they do not fit, or

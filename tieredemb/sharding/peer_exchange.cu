@@ -3,9 +3,9 @@
 #include "peer_wait.cuh"
 
 // That memory of rank k begins at begins[k], and has a region for each rank that sends: REGION_HEAD words, of which the
-// first counts the sender's arrivals, and two blocks of `capacity` words, which exchanges use in turn. So a rank may write
-// exchange n while another one still copies exchange n - 1. It begins n once all have arrived at n - 1, and so have
-// copied n - 2, whose block it overwrites.
+// first counts the sender's arrivals, and two blocks of `capacity` words, which exchanges use alternately. So a rank may
+// write exchange n while another one still copies exchange n - 1. It begins n once all have arrived at n - 1, and so
+// have copied n - 2, whose block it overwrites.
 struct Regions {
     const i64 *begins;
     i64 capacity;

@@ -19,19 +19,19 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 
 // When a wait ends without the other rank. `ended`, in the host's memory: not zero once no kernel waits for a rank any
-// more; results have no meaning then. After `patience` nanoseconds the kernel fails, and with it the process, as NCCL's
+// more; results have no meaning then. After `longest` nanoseconds the kernel fails, and with it the process, as NCCL's
 // kernels do.
 struct Patience {
     const int *ended;
-    u64 patience;
+    u64 longest;
 };
 
-// Waits until another rank has arrived `number` times, as it says by `arrivals` in this GPU's memory. `begin`: of the
-// wait.
+// Waits until another rank has arrived `number` times, which it counts in `arrivals`, in this GPU's memory. `begin`: of
+// the wait.
 __device__ __forceinline__ void wait_for_rank(const u64 *arrivals, u64 number, const Patience &patience, u64 begin) {
     for (unsigned poll = 1; load_acquire(arrivals) < number; poll++) {
         if (poll % POLLS) continue;
         if (*static_cast<const volatile int *>(patience.ended)) break;
-        if (nanoseconds() - begin > patience.patience) __trap();
+        if (nanoseconds() - begin > patience.longest) __trap();
     }
 }

@@ -32,8 +32,8 @@ class PeerWait:
 
     def _patience(self, file: str) -> StructValue:
         """How long a kernel of a `.cu` file waits."""
-        patience = min(int(PATIENCE * self._timeout * 1e9), MOST)
-        return struct_type(file, "Patience")(ended=self._ended.data_ptr(), patience=patience)
+        longest = min(int(PATIENCE * self._timeout * 1e9), MOST)
+        return struct_type(file, "Patience")(ended=self._ended.data_ptr(), longest=longest)
 
     def wait_stream(self) -> None:
         """The current stream waits for the stream of the last launch, and for all that was launched behind it by now.

@@ -120,7 +120,7 @@ class Ranks:
         """Bytes of what they exchange by, beside those of the tables."""
         return {}
 
-    def hold_backward(self) -> None:
+    def disable_autograd_threads(self) -> None:
         """On GPUs, of which a process of several has one, backward passes that this thread begins run on it until
         `close`: it updates the rows, and else would sleep until autograd's thread wakes it up."""
 

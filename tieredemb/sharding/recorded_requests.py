@@ -168,8 +168,8 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
-def _fill(into: torch.Tensor, given: torch.Tensor) -> None:
-    """Copies integers of one device, (N,), over others."""
+def _copy(into: torch.Tensor, given: torch.Tensor) -> None:
+    """Copies integers, (N,), over others on the same device."""
     if given.dtype is into.dtype and given.is_contiguous():
         copy_on_device(into, given)
     else:
@@ -244,9 +244,9 @@ class RecordedRequest:
 
     def _fill(self, batch: Batch) -> None:
         """Copies the inputs to where the graphs read them."""
-        _fill(self._ids, batch.ids)
+        _copy(self._ids, batch.ids)
         if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
-            _fill(self._offsets, batch.offsets)
+            _copy(self._offsets, batch.offsets)
 
     def is_free(self) -> bool:
         """Whether no forward uses it, or may yet use it."""

@@ -32,7 +32,6 @@ from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import shares_memory
 from tieredemb.sharding.header import Bound, Bounds, Phase
 from tieredemb.sharding.peer_exchange import PeerExchange, words_of_region
-from tieredemb.sharding.peer_wait import PeerWait
 from tieredemb.sharding.shard import Shard
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 
@@ -66,14 +65,12 @@ class BufferSpec(NamedTuple):
         return cls(call, number, bound.ids, shard.space.width, torch.float32, GRADIENTS)
 
     @classmethod
-    def for_ids(cls, parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> BufferSpec:
-        """For the ids of all `parts`, which are row-wise."""
-        return cls(0, 0, words_of_region(message_words(parts, bounds)), 1, torch.int64, IDS)
-
-
-def message_words(parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> int:
-    """How many words a rank sends another one, to request rows of row-wise `parts`."""
-    return sum(len(part.space.features) + bound.ids for (part, _), bound in zip(parts, bounds, strict=True))
+    def for_ids(cls, parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> BufferSpec | None:
+        """For the ids of all `parts`; None where one is not row-wise: then messages differ in size."""
+        if any(part.is_table_wise for part, _ in parts):
+            return None
+        words = sum(len(part.space.features) + bound.ids for (part, _), bound in zip(parts, bounds, strict=True))
+        return cls(0, 0, words_of_region(words), 1, torch.int64, IDS)
 
 
 @dataclass(frozen=True)
@@ -116,13 +113,14 @@ class SymmetricMemory:
         self._barrier: Barrier | None = None
         self._exchanges: dict[BufferSpec, PeerExchange] = {}
 
-    def make(self, specs: Sequence[BufferSpec]) -> list[SymmetricRows] | None:
-        """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing. None on all
-        ranks where a GPU does not reach another one's memory, or lacks memory. A collective; raises `PeerError` where a
-        rank has failed meanwhile. Waits for the device."""
+    def make(self, specs: Sequence[BufferSpec], bounds: Bounds) -> list[SymmetricRows] | None:
+        """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing, and one for
+        the ids of exchanges of these `bounds`. None on all ranks where a GPU does not reach another one's memory, or
+        lacks memory. A collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
         if self._is_off or not specs:
             return None
-        missing = [spec for spec in specs if spec not in self._made]
+        of_ids = BufferSpec.for_ids(self._context.parts, bounds)
+        missing = [spec for spec in (*specs, of_ids) if spec is not None and spec not in self._made]
         if not missing or self._add(missing):
             return [self._made[spec] for spec in specs]
         return None
@@ -139,9 +137,12 @@ class SymmetricMemory:
             with capture_lock(self._device):  # to free memory waits for the device
                 held.clear()
         with self._exchange.leaving_on_error(), on_device(self._device), no_inference():
+            rank, timeout = self._exchange.rank, self._exchange.timeout.total_seconds()
             if self._barrier is None:
-                timeout = self._exchange.timeout.total_seconds()
-                self._barrier = Barrier(self._device, mapped.words, self._exchange.rank, timeout)
+                self._barrier = Barrier(self._device, mapped.words, rank, timeout)
+            for spec in missing:
+                if spec.kind == IDS:
+                    self._exchanges[spec] = PeerExchange(self._device, mapped.buffers[spec].to, rank, timeout)
             self.barrier()  # compiles its kernel, which a capture could not
             met = torch.cuda.Event()
             met.record()
@@ -178,8 +179,8 @@ class SymmetricMemory:
     @property
     def wait_seconds(self) -> float:
         """How long this rank's GPU has waited for others. Synchronises."""
-        waits: list[PeerWait] = [*self._exchanges.values()]
-        return sum(each.wait_seconds for each in (waits if self._barrier is None else [self._barrier, *waits]))
+        waits = (self._barrier, *self._exchanges.values())
+        return sum(each.wait_seconds for each in waits if each is not None)
 
     def close(self, *, frees: bool) -> None:
         """Releases the memory, once no graph writes to it. Unless it `frees` the memory, that is lost until the process
@@ -201,13 +202,10 @@ class SymmetricMemory:
         assert self._barrier is not None
         self._barrier.wait_stream()
 
-    def exchange_of_ids(self, spec: BufferSpec) -> PeerExchange:
-        """What exchanges ids through the buffer of that `spec`, which was made."""
-        found = self._exchanges.get(spec)
-        if found is None:
-            to, timeout = self._made[spec].to, self._exchange.timeout.total_seconds()
-            found = self._exchanges[spec] = PeerExchange(self._device, to, self._exchange.rank, timeout)
-        return found
+    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
+        """What exchanges ids through the buffer that was made for exchanges of these `bounds`; None if none was."""
+        spec = BufferSpec.for_ids(self._context.parts, bounds)
+        return None if spec is None else self._exchanges.get(spec)
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""

@@ -1,17 +1,16 @@
-"""Which thread runs backward passes: that which begins them, while something holds them there.
+"""Which thread runs backward passes: for a while, the one that begins them.
 
-Autograd runs the nodes of each GPU on a separate thread, and the thread of the loop waits for it. Python code there
-starts with cold CPU caches, and the two threads wake each other in each step, which can take as long as the step's
-Python code. With one GPU nothing runs in parallel. So inside a loop over a model on one GPU, and while a collection
-lives that is sharded over GPUs, of which a process has one, the backward runs on the thread that has begun it. If a
-model is on several GPUs, autograd's threads stay, as they launch in parallel.
+Autograd runs the nodes of each GPU on a separate thread, and the thread that has begun the backward sleeps meanwhile.
+Python code on either starts with cold CPU caches, and the two wake each other in each step, which can take as long as
+the step's Python code. With one GPU nothing runs in parallel. So autograd uses no threads of its own inside a loop over
+a model on one GPU, and while a collection is open that is sharded over GPUs, of which a process has one. If a model is
+on several GPUs, its threads stay, as they launch in parallel.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
@@ -19,40 +18,34 @@ import torch
 from torch import nn
 
 
-class _Holder:
-    """What holds the backward passes of a thread."""
-
-
 class _OfThread(threading.local):
-    """The holders of a thread, and whether autograd used its own threads before the first of them: None without
-    holders. If another thread releases the last one, the next holder restores that."""
+    """Who needs the backward passes of a thread on it, and whether autograd used its own threads before the first: None
+    where nobody does. If another thread ends the last need, that is restored when this thread ends a later one."""
 
     def __init__(self) -> None:
-        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self.needs: set[object] = set()
         self.before: bool | None = None
 
 
 _THREAD = _OfThread()
 
 
-def hold_backward(owner: object) -> Callable[[], object]:
-    """Backward passes that this thread begins run on it. This lasts until the returned function is called, or `owner`
-    is gone, and no other holder of this thread is left."""
-    holder, holders = _Holder(), _THREAD.holders
+def disable_autograd_threads() -> Callable[[], None]:
+    """Backward passes that this thread begins run on it, until it has called what each of these calls has returned.
+    Calling that again does nothing."""
+    need, needs = object(), _THREAD.needs
     if _THREAD.before is None:
         _THREAD.before = torch._C._is_multithreading_enabled()
-    holders.add(holder)
+    needs.add(need)
     torch._C._set_multithreading_enabled(False)
 
-    def release() -> None:
-        holders.discard(holder)
-        if not holders and holders is _THREAD.holders and _THREAD.before is not None:
+    def restore() -> None:
+        needs.discard(need)
+        if not needs and needs is _THREAD.needs and _THREAD.before is not None:
             torch._C._set_multithreading_enabled(_THREAD.before)
             _THREAD.before = None
 
-    released = weakref.finalize(owner, release)
-    released.atexit = False
-    return released
+    return restore
 
 
 @contextlib.contextmanager
@@ -63,9 +56,8 @@ def backward_on_this_thread(model: nn.Module, tables: Iterable[torch.device]) ->
     if len({device for device in devices if device.type == "cuda"}) != 1:
         yield
         return
-    loop = _Holder()
-    release = hold_backward(loop)
+    restore = disable_autograd_threads()
     try:
         yield
     finally:
-        release()
+        restore()
