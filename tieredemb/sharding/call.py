@@ -395,40 +395,8 @@ class ShardedCall:
         self.number = next(NUMBERS)
         weights_of_parts = self._exchange_weights(weights)
         failed: Exception | None = None
-        rows_of_parts: list[torch.Tensor] = []
-        rows_of_all_ids: list[torch.Tensor | None] = []
         try:
-            self._record_stream()
-            self._buffers = self._find_buffers()
-            if context.stages_rows:
-                context.wait_for_stream(self._stream_use.event)
-            of_shards = zip(
-                context.shards,
-                self._requests,
-                self._by_shard(weights_of_parts),
-                self._by_shard(self._buffers),
-                strict=True,
-            )
-            for shard, request, weights_of_shard, buffers in of_shards:
-                call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
-                self._calls.append(call)
-                call.rows_to = next((buffer.rows.to for buffer in buffers if buffer is not None), None)
-                found = request.look_up(
-                    call,
-                    weights_of_shard,
-                    context.output_dtype,
-                    trains=trains,
-                    every=any(self._requests_weight_gradient),
-                )
-                rows_of_parts += found[0]
-                rows_of_all_ids += found[1]
-            sending = [
-                exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
-                for answer, part, bags, buffer in zip(
-                    rows_of_parts, self._parts, self._bags, self._buffers, strict=True
-                )
-            ]
-            kept = self._rows_for_weights(rows_of_all_ids)
+            sending, kept = self._look_up(weights_of_parts, trains=trains, recomputed=recomputed)
             if self._is_check_deferred:
                 self._check_after_exchange()
         except Exception as error:
@@ -458,6 +426,33 @@ class ShardedCall:
                     bags.keep(rows_of_ids)
         context.captures.rows_sent()
         return True
+
+    def _look_up(
+        self, weights: Sequence[torch.Tensor | None], *, trains: bool, recomputed: bool
+    ) -> tuple[list[Sending | torch.Tensor], list[tuple[Bags, Sending]]]:
+        """Looks up what is requested of this rank. Returns, of each part, what is to be sent, or the buffer that ranks
+        write to; and the rows of all ids, for gradients of weights. `weights`: see `_exchange_weights`."""
+        context, rows_of_parts, rows_of_all_ids = self.context, list[torch.Tensor](), list[torch.Tensor | None]()
+        self._record_stream()
+        self._buffers = self._find_buffers()
+        if context.stages_rows:
+            context.wait_for_stream(self._stream_use.event)
+        every = any(self._requests_weight_gradient)
+        of_weights, of_buffers = self._by_shard(weights), self._by_shard(self._buffers)
+        for shard, request, weights_of_shard, buffers in zip(
+            context.shards, self._requests, of_weights, of_buffers, strict=True
+        ):
+            call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
+            self._calls.append(call)
+            call.rows_to = next((buffer.rows.to for buffer in buffers if buffer is not None), None)
+            found = request.look_up(call, weights_of_shard, context.output_dtype, trains=trains, every=every)
+            rows_of_parts += found[0]
+            rows_of_all_ids += found[1]
+        sending = [
+            context.exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
+            for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._bags, self._buffers, strict=True)
+        ]
+        return sending, self._rows_for_weights(rows_of_all_ids)
 
     def _find_buffers(self) -> Sequence[PartBuffers | None]:
         """Of each part, the buffers in other ranks' memory for its rows and gradients; None where these are sent."""
