@@ -19,6 +19,7 @@ from tieredemb.lookup.optimizer import recipe_file, recipe_flags, state_width
 
 ARCHITECTURES = ("75", "90", "100")  # compute capabilities
 PLAIN = (
+    "kernels/copies.cu",
     "hash/slot_map.cu",
     "cache/policy.cu",
     "cache/plan.cu",

@@ -76,7 +76,6 @@ def driver() -> Any:
     pointer = ctypes.c_void_p
     library.cuDriverGetVersion.argtypes = [pointer]
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
-    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     return library
 
 
@@ -88,22 +87,6 @@ def _code(call: Callable[..., int], device: int, *arguments: Any) -> int:
         cupy().cuda.Device(device).use()
         code = call(*arguments)
     return code
-
-
-def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, by
-    the driver directly: `Tensor.copy_` checks much first. `source` must not be a conjugate or negative view. Does not
-    synchronise."""
-    size = source.nbytes
-    if size == 0:
-        return
-    device = torch._C._cuda_getDevice()
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    copy = driver().cuMemcpyDtoDAsync_v2
-    code = _code(copy, device, target.data_ptr(), source.data_ptr(), size, stream)
-    if code:
-        raise RuntimeError(f"the CUDA driver refused to copy {size} bytes on the device: error {code}")
-    torch.autograd.graph.increment_version(target)
 
 
 def _attribute(number: int) -> Any:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from tieredemb.errors import InvalidInputError
-from tieredemb.kernels.compiler import copy_on_device
+from tieredemb.kernels.copies import copy_on_device
 from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
 from tieredemb.step.capacities import capacity_for
 from tieredemb.step.planned_forwards import identity
 
-MANY = 4  # tensors from which one launch for all is faster than a copy each
 SMALL = 1 << 16  # bytes of pageable memory that CUDA copies to a GPU without waiting
 
 
@@ -117,25 +116,19 @@ class Buffers:
         """Copies a batch to the buffers. Raises, before anything changes, `OtherShapesError` if other buffers would
         take it, and `InvalidInputError` if none would."""
         if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # the usual case of a service
-            self._copy(self._target((), batch), batch)
+            targets = [(self._target((), batch), batch)]
+        elif self._load_alike(batch):
             return
-        if self._load_alike(batch):
-            return
-        here: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for target, tensor in self._targets(batch):
+        else:
+            targets = self._targets(batch)
+        into, given = list[torch.Tensor](), list[torch.Tensor]()
+        for target, tensor in targets:
             if self._is_here(tensor):
-                into, given = here.setdefault(tensor.dtype, ([], []))
                 into.append(target)
                 given.append(tensor)
             else:
-                self._copy(target, tensor)
-        for into, given in here.values():
-            if len(given) < MANY:
-                for target, tensor in zip(into, given, strict=True):
-                    copy_on_device(target, tensor)
-            else:
-                with torch.no_grad():
-                    torch._foreach_copy_(into, given)
+                target.copy_(tensor.detach(), non_blocking=True)
+        copy_on_device(into, given)
 
     def _targets(self, batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors of a batch, each with the part of a buffer that it fills. Raises `InvalidInputError` for a batch
@@ -161,7 +154,7 @@ class Buffers:
         """The shapes of a list or tuple of buffers on a GPU with one dtype, whose bytes can be copied as they are; None
         for any other batch."""
         into = self.batch
-        if type(into) not in (list, tuple) or self._gpu is None or len(into) < MANY or not self._are_distinct:
+        if type(into) not in (list, tuple) or not into or self._gpu is None or not self._are_distinct:
             return None
         if not all(isinstance(buffer, torch.Tensor) and buffer.dtype is into[0].dtype for buffer in into):
             return None
@@ -181,8 +174,7 @@ class Buffers:
                 return False
             if tensor.get_device() != here or not tensor.is_contiguous():
                 return False
-        with torch.no_grad():
-            torch._foreach_copy_(into, batch)
+        copy_on_device(into, batch)
         return True
 
     def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,12 +194,6 @@ class Buffers:
         gpu = self._gpu
         here = gpu is not None and tensor.get_device() == gpu.index and tensor.is_contiguous()
         return here and not tensor.is_conj() and not tensor.is_neg()
-
-    def _copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        if self._is_here(tensor):
-            copy_on_device(target, tensor)
-        else:
-            target.copy_(tensor.detach(), non_blocking=True)
 
 
 def waits_to_load(batch: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.copies import copy_on_device
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import LargestRequest
@@ -44,11 +45,8 @@ class PersistentMemory:
         return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in self.tensors]
 
     def fill(self, found: Sequence[torch.Tensor]) -> None:
-        """Copies tensors there, in one launch for each dtype. Does not synchronise."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in found):
-            pairs = [pair for pair in zip(self.tensors, found, strict=True) if pair[0].dtype is dtype]
-            with torch.no_grad():
-                torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
+        """Copies tensors there. Does not synchronise."""
+        copy_on_device(self.tensors, [tensor.contiguous() for tensor in found])
 
 
 class PersistentCall(ShardedCall, FoundAhead):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tieredemb.kernels.compiler import copy_on_device
+from tieredemb.kernels.copies import copy_on_device
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recorder import Recorder
 from tieredemb.kernels.recording import GraphPool, Recording, can_record
@@ -168,14 +168,6 @@ def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
         into.popitem(last=False)
 
 
-def _copy(into: torch.Tensor, given: torch.Tensor) -> None:
-    """Copies integers, (N,), over others on the same device."""
-    if given.dtype is into.dtype and given.is_contiguous():
-        copy_on_device(into, given)
-    else:
-        into.copy_(given)
-
-
 class RequestUser(Protocol):
     """A forward that uses a recorded request. `is_over`: whether it needs that no more."""
 
@@ -244,9 +236,11 @@ class RecordedRequest:
 
     def _fill(self, batch: Batch) -> None:
         """Copies the inputs to where the graphs read them."""
-        _copy(self._ids, batch.ids)
+        into, given = [self._ids], [batch.ids]
         if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
-            _copy(self._offsets, batch.offsets)
+            into.append(self._offsets)
+            given.append(batch.offsets)
+        copy_on_device(into, [each.long().contiguous() for each in given])
 
     def is_free(self) -> bool:
         """Whether no forward uses it, or may yet use it."""

@@ -35,7 +35,7 @@ from tieredemb.cache.device.effects import Effects, Opened
 from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.planner import MOST_IDS
 from tieredemb.cache.locks import Locks
-from tieredemb.kernels.compiler import copy_on_device
+from tieredemb.kernels.copies import copy_on_device
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recorder import Recorder, attempt
 from tieredemb.kernels.recording import Recording, can_record
@@ -380,10 +380,14 @@ class RecordedPlan:
         return lookup
 
     def _run(self, blocks: Blocks, outs: list[torch.Tensor] | None, stack: Stack | None) -> None:
+        into, given = list[torch.Tensor](), list[torch.Tensor]()
         if self._row is not None and stack is not None:
-            copy_on_device(self._row, stack.row)
+            into.append(self._row)
+            given.append(stack.row)
         for copy, (ids, _) in zip(self._ids or (), blocks, strict=False):
-            copy_on_device(copy[: ids.shape[0]], ids)
+            into.append(copy[: ids.shape[0]])
+            given.append(ids)
+        copy_on_device(into, given)
         now = self._changing(blocks, outs)
         for group, plan in zip(self._groups, self._plans, strict=True):
             if plan is not None:
