@@ -241,13 +241,14 @@ def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: i
 
 def is_good(report: torch.Tensor) -> torch.Tensor:
     """Whether the words of a `Report`, int64 on their device, report no fault: bool (1,). Does not synchronise."""
-    state = [field.name for field in read(FILE).layout("Report").fields].index("state")
+    state = _words_of_reports().index("state")
     return report[state : state + 1] == 0
 
 
-def _report_of(words: Sequence[int]) -> dict[str, int]:
-    """The words of a `Report`, by their names."""
-    return dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
+@functools.cache
+def _words_of_reports() -> tuple[str, ...]:
+    """The names of the words of a `Report`."""
+    return tuple(field.name for field in read(FILE).layout("Report").fields)
 
 
 def fault_in(
@@ -255,7 +256,7 @@ def fault_in(
 ) -> InvalidInputError | IdOutOfRangeError | None:
     """The error that the words of a `Report` stand for, if any. `names`, `rows`: of each feature, as messages name it,
     and of its table · `ending`: what the message ends with."""
-    report = _report_of(words)
+    report = dict(zip(_words_of_reports(), words, strict=True))
     if report["state"] == 0:
         return None
     position, value, feature = report["position"], report["value"], report["feature"]
@@ -286,7 +287,7 @@ class FaultReport:
             return
         words = [*self._seen]
         self._seen[self._state] = 0
-        report = _report_of(words)
+        report = dict(zip(_words_of_reports(), words, strict=True))
         if report["kind"] == SPOILT:
             raise UnsupportedError(
                 why_refused(self._tables[report["feature"]], is_dense=bool(report["value"])) + ending

@@ -20,7 +20,7 @@ from tieredemb.sharding.header import LargestRequest
 from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import PlanExecutor
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.group import device_groups
 
@@ -83,6 +83,7 @@ class PersistentCall(ShardedCall, FoundAhead):
         self.memory = memory
         self._stream_use.record_made()
         self._plans: list[DeviceCall] = []
+        self._replayed: list[tuple[PlannedForwards, Planned]] = []  # plans that replays repeat, until the forward runs
 
     def _note_requested(self, most: Sequence[LargestRequest]) -> None:
         super()._note_requested(most)
@@ -115,19 +116,27 @@ class PersistentCall(ShardedCall, FoundAhead):
         """The call that a replay has planned into the memory of this one, with the `tickets` of its parts."""
         call, tickets_of_parts = shallow_copy(self), iter(tickets)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call._planned, call._plans, call._calls, call._rows = [], [], [], []
-        for (among, launched), plan in zip(self._planned, self._plans, strict=True):
-            rebound = plan.rebind([next(tickets_of_parts) for _ in plan.parts])
-            planned = launched.rebind(rebound)
-            among.add(planned)
-            call._plans.append(rebound)
-            call._planned.append((among, planned))
+        call._planned, call._replayed, call._calls, call._rows = [], self._planned, [], []
+        call._plans = [plan.rebind([next(tickets_of_parts) for _ in plan.parts]) for plan in self._plans]
         return call
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
         """See `ShardedCall`. It changes bags and requests, which all calls in this memory share: so it has copies."""
+        replayed, self._replayed = self._replayed, []
+        if replayed:
+            plans = zip(replayed, self._plans, strict=True)
+            self._planned = [(among, launched.rebind(plan)) for (among, launched), plan in plans]
+            for among, planned in self._planned:
+                among.add(planned)
         self._bags, self._requests = [each.rebind() for each in self._bags], [each.rebind() for each in self._requests]
         return super().fetch(weights, trains=trains, recomputed=recomputed, is_announced=is_announced)
+
+    def _release_plans(self) -> None:
+        replayed, self._replayed = self._replayed, []
+        if replayed:
+            for plan in self._plans:
+                plan.release()
+        super()._release_plans()
 
     def arrive(self) -> None:
         """The current stream waits for what was exchanged and planned ahead."""
