@@ -17,7 +17,6 @@ from tieredemb.cache.device.planner import DeferredRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.collectives import is_over
-from tieredemb.kernels.streams import current_stream
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.lookups import LookupSpec
@@ -159,7 +158,7 @@ class Arena(Generic[R]):
         """With several ranks: the current stream has just run a step that has planned the batch."""
         if self._ran is None:
             self._ran = torch.cuda.Event()
-        self._ran.record(current_stream())
+        self._ran.record()
 
     def is_over(self, patience: float | None = None) -> bool:
         """With several ranks: waits for the last step that has planned it; see `collectives.is_over`."""
