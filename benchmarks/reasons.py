@@ -69,12 +69,6 @@ REASONS = (
         "the rows that the same bytes hold are asked for less often: the hit rates differ.",
     ),
     Reason(
-        "two GPUs without a CUDA graph",
-        "cuda-sharding",
-        r"^step, .*, sharded$",
-        "The hosts agree three times in each step, and the GPUs wait. In a captured step with prefetch they need not.",
-    ),
-    Reason(
         "losses that use whole tables on the CPU",
         "cpu-whole",
         r"^step",
