@@ -1,4 +1,4 @@
-"""Copies of several tensors on one GPU by one launch, where torch would launch one for each, or one for each dtype."""
+"""Copies several tensors on one GPU by one launch, where torch would launch one for each, or one for each dtype."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MOST_COPIED
 
 COPIES = "kernels/copies.cu"
-THREADS, UNIT, MOST_BLOCKS = 256, 16, 512  # bytes that a thread copies at once; blocks for each tensor
+THREADS, MOST_BLOCKS = 256, 512  # blocks for each tensor
+UNIT = 16  # bytes that a thread copies at once
 
 
 def copy_on_device(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies the bytes of each of `sources` over the target of the same number, of the same size in bytes, on the
-    current stream. All are contiguous and on the current device; none is a conjugate or negative view, and no target
-    overlaps another source. Does not synchronise."""
+    """Copies the bytes of each of `sources` over the target at its position, which has as many, on the current stream.
+    All are contiguous and on the current device; none is a conjugate or negative view, and no target overlaps a source.
+    Does not synchronise."""
     for first in range(0, len(targets), MOST_COPIED):
         into, given = targets[first : first + MOST_COPIED], sources[first : first + MOST_COPIED]
         count, sizes = len(into), [source.nbytes for source in given]

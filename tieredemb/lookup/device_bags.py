@@ -251,12 +251,17 @@ def _words_of_reports() -> tuple[str, ...]:
     return tuple(field.name for field in read(FILE).layout("Report").fields)
 
 
+def _report_of(words: Sequence[int]) -> dict[str, int]:
+    """The words of a `Report`, by their names."""
+    return dict(zip(_words_of_reports(), words, strict=True))
+
+
 def fault_in(
     words: Sequence[int], names: Sequence[str], rows: Sequence[int], ending: str = ""
 ) -> InvalidInputError | IdOutOfRangeError | None:
     """The error that the words of a `Report` stand for, if any. `names`, `rows`: of each feature, as messages name it,
     and of its table · `ending`: what the message ends with."""
-    report = dict(zip(_words_of_reports(), words, strict=True))
+    report = _report_of(words)
     if report["state"] == 0:
         return None
     position, value, feature = report["position"], report["value"], report["feature"]
@@ -287,7 +292,7 @@ class FaultReport:
             return
         words = [*self._seen]
         self._seen[self._state] = 0
-        report = dict(zip(_words_of_reports(), words, strict=True))
+        report = _report_of(words)
         if report["kind"] == SPOILT:
             raise UnsupportedError(
                 why_refused(self._tables[report["feature"]], is_dense=bool(report["value"])) + ending

@@ -163,8 +163,7 @@ class Buffers:
         return [buffer.shape for buffer in into]
 
     def _load_alike(self, batch: Any) -> bool:
-        """Copies a list or tuple of alike tensors to the buffers, in one launch and with few checks; returns False for
-        another batch."""
+        """Copies a list or tuple of alike tensors to the buffers, with few checks; returns False for another batch."""
         into, shapes, gpu = self.batch, self._shapes, self._gpu
         if shapes is None or gpu is None or type(batch) is not type(into) or len(batch) != len(shapes):
             return False

@@ -83,7 +83,8 @@ class PersistentCall(ShardedCall, FoundAhead):
         self.memory = memory
         self._stream_use.record_made()
         self._plans: list[DeviceCall] = []
-        self._replayed: list[tuple[PlannedForwards, Planned]] = []  # plans that replays repeat, until the forward runs
+        # of a call that a replay has planned: the plans as they were launched, until its forward runs
+        self._replayed: list[tuple[PlannedForwards, Planned]] = []
 
     def _note_requested(self, most: Sequence[LargestRequest]) -> None:
         super()._note_requested(most)
