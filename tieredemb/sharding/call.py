@@ -22,6 +22,7 @@ all ranks. With prefetch owners plan the next batch while one computes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.kernels.streams import side_by_side
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
@@ -344,14 +346,14 @@ class ShardedCall:
             assert self._kept_batch is not None
             self._bags = self._recorded.unpadded(self._kept_batch)
         requests = self.context.requests(samples, bounds)
-        for bags, bound in zip(self._bags, bounds, strict=True):
-            bags.pad(bound)
+        padded = zip(self._bags, bounds, strict=True)
+        side_by_side(self.context.device, [functools.partial(bags.pad, bound) for bags, bound in padded], "requests")
         messages = [part.message for request in requests for part in request.parts]
         received = exchange.joined(
             [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages, peers
         )
-        for request, messages_of in zip(requests, self._by_shard(received), strict=True):
-            request.take(messages_of)
+        taken = zip(requests, self._by_shard(received), strict=True)
+        side_by_side(self.context.device, [functools.partial(request.take, its) for request, its in taken], "requests")
         return requests
 
     def _note_announced(self, flags: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, side_by_side
 from tieredemb.lookup.bags import MAX_BAGS, feature_name
 from tieredemb.lookup.device_bags import (
     DeviceBags,
@@ -477,9 +477,14 @@ class GpuFinder:
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
             given = BagInputs(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
-            each = torch.split(counts, self._columns, 1)
-            of_parts = zip(self._parts, each, strict=True)
-            return [launch(part, batch, given, counts) for part, counts in of_parts], words
+            found = dict[int, T]()
+
+            def launch_part(number: int, its_counts: torch.Tensor) -> None:
+                found[number] = launch(self._parts[number], batch, given, its_counts)
+
+            each = enumerate(torch.split(counts, self._columns, 1))
+            side_by_side(self._device, [functools.partial(launch_part, *its) for its in each], "finding")
+            return [*found.values()], words
 
     def _counts_in(self, report_words: torch.Tensor) -> list[Array]:
         """The counts of each part, int64 (W, 2 F), in the `report_words` on the CPU. Raises what these say is wrong."""

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.copies import copy_on_device
+from tieredemb.kernels.streams import side_by_side
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import LargestRequest
@@ -27,6 +29,7 @@ from tieredemb.tables.group import device_groups
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.sharding.gpu_bags import GpuBags
+    from tieredemb.sharding.shard import Shard
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_group_call import DeviceGroupCall
 
@@ -96,13 +99,17 @@ class PersistentCall(ShardedCall, FoundAhead):
 
     def plan_ahead(self, executor: PlanExecutor, kind: PlanKind) -> None:
         """See `ShardedCall`; raises what planning does."""
-        plans: Sequence[CallMemory | None] = self.memory.plans or [None] * len(self._requests)
-        for shard, request, memory in zip(self.context.shards, self._requests, plans, strict=True):
+        memories: Sequence[CallMemory | None] = self.memory.plans or [None] * len(self._requests)
+
+        def plan(shard: Shard, request: Request, memory: CallMemory | None) -> None:
             planned = shard.plan_ahead(executor, request, kind, memory)
             self._planned.append((shard.engine.planned, planned))
             call = planned.result()
             assert isinstance(call, DeviceCall)
             self._plans.append(call)
+
+        each = zip(self.context.shards, self._requests, memories, strict=True)
+        side_by_side(self.context.device, [functools.partial(plan, *its) for its in each], "shards")
         made = [plan.memory for plan in self._plans]
         if made != self.memory.plans:  # another object, so that a graph with other plans notices
             self.memory = shallow_copy(self.memory)
