@@ -363,8 +363,7 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
     counts, given = words[11:].view(3, 4), BagInputs(ids, edges, words[:3], words[3:].data_ptr())
     width.count(batch, given, counts)
-    if not finds_firsts:
-        launched.clear()
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # as no kernel writes there
     written = width._find_bags(batch, given)
     for part_of_it in vars(written).values():
         if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
@@ -384,8 +383,6 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     assert scale is None or scale.shape == (15,)
     sent = bags.sent_weights(torch.zeros(count))
     assert sent is None if not part.is_table_wise else sent.shape == (15,)
-    if not finds_firsts:
-        assert "firsts_find" not in launched
 
 
 def test_norms_of_gradients_are_launched_as_they_fit(launched):

@@ -58,6 +58,12 @@ OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
 CELLS = 2  # for an occurrence, in the hash table that finds the first of each row
+CHUNK = 32  # occurrences that a warp reads at once
+
+
+def chunks_of(n: int) -> int:
+    """How many chunks `n` occurrences are."""
+    return -(-n // CHUNK)
 
 
 class GpuPart:
@@ -104,7 +110,7 @@ class GpuPart:
 
     def count(self, batch: Batch, words: BagInputs, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, but counts ids alone. Does not synchronise."""
-        self._find_owners(self._find_bags(batch, words), counts, 0, 0)
+        self._find_owners(self._find_bags(batch, words), counts)
 
     def _find_bags(self, batch: Batch, words: BagInputs) -> DeviceBags:
         space, places = self.space, batch.places
@@ -123,15 +129,20 @@ class GpuPart:
         return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)
 
     def _find_owners(
-        self, bags: DeviceBags, counts: torch.Tensor, cells: torch.Tensor | int, cell: torch.Tensor | int
+        self,
+        bags: DeviceBags,
+        counts: torch.Tensor,
+        cells: torch.Tensor | int = 0,
+        cell: torch.Tensor | int = 0,
+        of_chunks: torch.Tensor | int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each occurrence the rank that owns its row, int32 (N,), and the row's number there, int64 (N,). Fills
-        `cells`, and `cell`, which each occurrence has; adds to `counts`."""
+        `cells`, and `cell`, which each occurrence has; and `of_chunks`, by which they are sorted; adds to `counts`."""
         n = bags.keys.shape[0]
         owner, local = torch.empty(n, dtype=torch.int32, device=counts.device), torch.empty_like(bags.keys)
         kernel(OWNERS, "owners_find")(
             blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._row_owners,
-            owner, local, counts.data_ptr(), counts.stride(0), cells, CELLS * n + 1, cell,
+            owner, local, counts.data_ptr(), counts.stride(0), cells, CELLS * n + 1, cell, of_chunks, chunks_of(n),
         )  # fmt: skip
         return owner, local
 
@@ -140,27 +151,24 @@ class GpuPart:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The occurrences to request, sorted by rank, and the requested values, both int64 (N,); `counts` says how many
         of them there are. Writes the homes of `bags`: the positions of their rows among those that will be received."""
-        n, size, stride, device = bags.keys.shape[0], max(1, bags.batch), counts.stride(0), counts.device
-        blocks, n_cells = blocks_for(n, THREADS, MOST_BLOCKS), CELLS * n + 1
+        n, stride, device = bags.keys.shape[0], counts.stride(0), counts.device
+        blocks, n_cells = blocks_for(n, THREADS, MOST_BLOCKS), (CELLS * n + 1) * finds_firsts
+        zeros = torch.zeros(n_cells + (self.ranks + 1) * chunks_of(n), dtype=torch.int32, device=device)
         cells: torch.Tensor | int = 0
-        cell, place, firsts = cells, cells, cells
+        cell, is_first, firsts = cells, cells, cells
         if finds_firsts:  # else each occurrence is requested
-            cells = torch.zeros(n_cells, dtype=torch.int32, device=device)
-            cell = torch.empty(n, dtype=torch.int32, device=device)
-        owner, local = self._find_owners(bags, counts, cells, cell)
-        # few bits, as a radix sort takes eight at a time
-        owner, order = torch.sort(owner.to(torch.uint8 if self.ranks < 255 else torch.int16), stable=True)
-        owner = owner.to(torch.int32)
-        if finds_firsts:
-            place, is_first = torch.empty_like(owner), torch.empty_like(owner)
-            kernel(OWNERS, "firsts_find")(
-                blocks, THREADS, owner, order, bags.bag, n, size, self.ranks, cells, cell, is_first, place,
-                counts[:, len(self.owner) :].data_ptr(), stride,
-            )  # fmt: skip
+            cells, cell, is_first = zeros[:n_cells], *torch.empty((2, n), dtype=torch.int32, device=device)
+        owner, local = self._find_owners(bags, counts, cells, cell, zeros[n_cells:])
+        ends = torch.cumsum(zeros[n_cells:], 0, dtype=torch.int32)
+        order, requested, place = torch.empty_like(local), torch.empty_like(local), torch.empty_like(owner)
+        kernel(OWNERS, "order_find")(
+            blocks, THREADS, owner, bags.bag, n, max(1, bags.batch), self.ranks, ends, chunks_of(n), cells, cell, order,
+            place, is_first, counts[:, len(self.owner) :].data_ptr(), stride,
+        )  # fmt: skip
+        if isinstance(is_first, torch.Tensor):
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
-        requested = torch.empty_like(local)
         kernel(OWNERS, "requests_place")(
-            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, requested, bags.homes
+            blocks, THREADS, owner, local, n, self.ranks, cells, cell, place, firsts, requested, bags.homes
         )
         return order, requested
 
