@@ -33,7 +33,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 KERNELS = {  # by the range that launches them; for a lookup rows catch up and their norms are limited
     "plan": (
-        *("tensors_copy", "bags_join", "offsets_check", "bags_fill", "fault_tell"),
+        *("tensors_copy", "bags_join", "offsets_check", "bags_fill", "bags_number", "fault_tell"),
         *("owners_find", "order_find", "requests_place"),
         *("blocks_begin", "bags_pad", "blocks_exchange", "pieces_find", "firsts_mark", "ids_join"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_resolve"),

@@ -227,16 +227,13 @@ def join_bags(
     return all_ids, edges
 
 
-def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
-    """Writes the bag that each occurrence would have if it were a sample of its own to `own`, int32 (N,)."""
+def number_samples(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor | int, rows: int) -> None:
+    """Writes the bag that each occurrence would have if the sample `row`, int32 (N,), of `rows`, were its own, to
+    `own`, int32 (N,); without `row`, 0, each is one. Does not synchronise."""
     n = own.shape[0]
-    number_below(bags, own, torch.arange(n, dtype=torch.int32, device=own.device), n)
-
-
-def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: int) -> None:
-    """Writes the bag that each occurrence would have if the sample `row`, int32 (N,), of `rows`, were its own."""
-    torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor", out=own)
-    own.mul_(rows).add_(row)
+    kernel(FILE, "bags_number")(
+        blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.bag, n, max(1, bags.batch), row, rows, own
+    )
 
 
 def is_good(report: torch.Tensor) -> torch.Tensor:

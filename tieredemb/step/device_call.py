@@ -18,8 +18,7 @@ from tieredemb.lookup.device_bags import (
     Edges,
     find_device_bags,
     join_bags,
-    number_below,
-    number_one_by_one,
+    number_samples,
     report_fault,
 )
 from tieredemb.step.batch import Batch
@@ -215,10 +214,8 @@ class DeviceCall(Call):
             self._find_group_bags(g, group, ids, edges)
         if memory.own_bag is not None:
             (bags,) = memory.bags
-            if self.stack is None:
-                number_one_by_one(bags, memory.own_bag)
-            else:
-                number_below(bags, memory.own_bag, self.stack.row, self.stack.rows)
+            row, rows = (0, len(memory.own_bag)) if self.stack is None else (self.stack.row, self.stack.rows)
+            number_samples(bags, memory.own_bag, row, rows)
 
     def _find_group_bags(self, g: int, group: DeviceGroup, ids: torch.Tensor, edges: Edges) -> None:
         """Finds the bags of one group, number `g`."""
