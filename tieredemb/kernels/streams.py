@@ -74,7 +74,7 @@ def side_by_side(device: torch.device, functions: Sequence[Callable[[], object]]
     of the first on the current stream, those of each other one on a side stream, which the current stream then waits
     for. Eagerly, events would cost the host more than the device gains. `name`: of these streams; code on several
     branches of a graph needs different names, or the branches would wait for each other."""
-    if len(functions) < 2 or not torch.cuda.is_current_stream_capturing():
+    if len(functions) < 2 or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         for function in functions:
             function()
         return
