@@ -46,6 +46,7 @@ from tieredemb.lookup.device_bags import (
     join_bags,
     new_device_bags,
     new_faults,
+    number_samples,
     report_fault,
     words_of,
 )
@@ -274,6 +275,8 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     lookup, hot = DeviceLookup(space, row, optimizer), hot_rows(dtype=dtype, state=row.state_width)
     bags, fault = found_bags(space)
     homes, weights = torch.zeros(10, dtype=torch.int32), torch.zeros(10)
+    number_samples(bags, torch.zeros_like(homes), 0, 10)
+    number_samples(bags, torch.zeros_like(homes), homes, 4)
     out, argmax = torch.zeros(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=torch.int32)
     grad, options, steps = (
         torch.zeros(3, 16),
