@@ -80,15 +80,17 @@ def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int
     ends, shift, each = values.new_empty(pieces), values.new_empty(pieces), values.new_empty(ranks)
     edges, joined, entry, ids = (values.new_empty(n) for n in (features + 1, entries, entries, entries))
     row = torch.empty(entries, dtype=torch.int32, device=device)
-    picked = values.new_zeros(entries if rows is None else ranks * rows)
+    picked = values.new_empty(entries if rows is None else ranks * rows)
     firsts: torch.Tensor | int = 0
     blocks = blocks_for(entries, THREADS)
     with on_device(device):
         kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, messages, ends, shift, edges, each)
         if rows is not None:
             is_first = torch.empty_like(row)
-            kernel(PADDING, "firsts_mark")(blocks, THREADS, messages, each, is_first)
+            kernel(PADDING, "firsts_mark")(blocks, THREADS, messages, each, is_first, picked, len(picked))
             firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
+        else:
+            picked.zero_()
         kernel(PADDING, "ids_join")(
             blocks, THREADS, messages, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
         )

@@ -115,9 +115,12 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i6
     }
 }
 
-// Writes 1 for each entry whose row goes back, as it is requested there first, else 0. `ids`: of each rank's block.
-extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, const i64 *ids, int *is_first) {
+// Writes 1 for each entry whose row goes back, as it is requested there first, else 0. `ids`: of each rank's block. Makes
+// `picked`, (n_picked,), zero.
+extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, const i64 *ids, int *is_first, i64 *picked,
+                                                              i64 n_picked) {
     wait_for_prior_kernel();
+    for (i64 k = thread_index(); k < n_picked; k += thread_count()) picked[k] = 0;
     for (i64 entry = thread_index(); entry < came.ranks * came.bound; entry += thread_count()) {
         const i64 rank = entry / came.bound, at = entry - rank * came.bound;
         is_first[entry] = at < ids[rank] && message_of(came, rank)[came.features + at] >= 0;
