@@ -337,7 +337,7 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
     counts = words[11:].view(3, 5)[:, 1 : 1 + 2 * len(chosen)]
     given = BagInputs(ids, edges, words[:3], words[3:].data_ptr())
-    bags = width.find(batch, given, counts)
+    bags = width.find(width.find_bags(batch, given), counts)
     assert (bags.requested.shape, bags._order.shape) == ((10,), (10,))
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
@@ -365,14 +365,13 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False, ids=count)
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
     counts, given = words[11:].view(3, 4), BagInputs(ids, edges, words[:3], words[3:].data_ptr())
-    width.count(batch, given, counts)
+    width.count(width.find_bags(batch, given), counts)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # as no kernel writes there
-    written = width._find_bags(batch, given)
+    written = width.find_bags(batch, given)
     for part_of_it in vars(written).values():
         if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
             part_of_it.zero_()
-    width._find_bags = lambda *_: written
-    bags = width.find(batch, given, counts, finds_firsts=finds_firsts)
+    bags = width.find(written, counts, finds_firsts=finds_firsts)
     bags.pad(Bound(5, None))
     held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
     assert bags.sent == [2 + 5 + its * 3 for its in held]

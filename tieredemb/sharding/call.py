@@ -347,13 +347,14 @@ class ShardedCall:
             self._bags = self._recorded.unpadded(self._kept_batch)
         requests = self.context.requests(samples, bounds)
         padded = zip(self._bags, bounds, strict=True)
-        side_by_side(self.context.device, [functools.partial(bags.pad, bound) for bags, bound in padded], "requests")
+        beside = "requests" if self.row_bound is None else "requests ahead"  # on different branches of a step's graph
+        side_by_side(self.context.device, [functools.partial(bags.pad, bound) for bags, bound in padded], beside)
         messages = [part.message for request in requests for part in request.parts]
         received = exchange.joined(
             [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages, peers
         )
         taken = zip(requests, self._by_shard(received), strict=True)
-        side_by_side(self.context.device, [functools.partial(request.take, its) for request, its in taken], "requests")
+        side_by_side(self.context.device, [functools.partial(request.take, its) for request, its in taken], beside)
         return requests
 
     def _note_announced(self, flags: Sequence[int]) -> None:

@@ -58,7 +58,7 @@ OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
 CELLS = 2  # for an occurrence, in the hash table that finds the first of each row
-CHUNK = 32  # occurrences that a warp reads at once
+CHUNK = 32  # occurrences that a warp reads at once; while they are sorted, each chunk takes 8 (W + 1) bytes
 
 
 def chunks_of(n: int) -> int:
@@ -99,20 +99,20 @@ class GpuPart:
         if not self.is_table_wise:
             device_padding.prepare(device)
 
-    def find(self, batch: Batch, words: BagInputs, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
-        """The bags of a batch; adds to their `counts`, int64 (W, 2 F) (`largest_requests`). `finds_firsts`: whether ids
-        that were requested before are inverted. Does not synchronise."""
-        bags = self._find_bags(batch, words)
+    def find(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
+        """Finds what `bags` request; adds to their `counts`, int64 (W, 2 F) (`largest_requests`). `finds_firsts`:
+        whether ids that were requested before are inverted. Does not synchronise."""
         order, requested = self._find_requests(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
         if not self.is_table_wise:
             return GpuBags(self, bags, order, requested, counts)
         return GpuTableWiseBags(self, bags, order, requested, counts, self._lengths(bags))
 
-    def count(self, batch: Batch, words: BagInputs, counts: torch.Tensor) -> None:
+    def count(self, bags: DeviceBags, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, but counts ids alone. Does not synchronise."""
-        self._find_owners(self._find_bags(batch, words), counts)
+        self._find_owners(bags, counts)
 
-    def _find_bags(self, batch: Batch, words: BagInputs) -> DeviceBags:
+    def find_bags(self, batch: Batch, words: BagInputs) -> DeviceBags:
+        """The bags of a batch. Does not synchronise."""
         space, places = self.space, batch.places
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
@@ -449,7 +449,8 @@ class GpuFinder:
         return found, self.read_report(words[words_of("Fault") :].cpu())
 
     def find_unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
-        found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
+        name = "finding ahead" if finds_firsts else "finding"  # on different branches of the graph of a step
+        found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts), name)
         return found, words[words_of("Fault") :]
 
     def drop_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
@@ -472,8 +473,11 @@ class GpuFinder:
         wait()
         return self.read_report(words[words_of("Fault") :].cpu())
 
-    def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
-        """What `launch` returns for each part, and the words that it writes: a fault, its report, and counts."""
+    def _launch(
+        self, batch: Batch, launch: Callable[[GpuPart, DeviceBags, torch.Tensor], T], name: str = "finding"
+    ) -> tuple[list[T], torch.Tensor]:
+        """What `launch` returns for each part, and the words that it writes: a fault, its report, and counts. `name`:
+        of the streams where it launches in a capture (`side_by_side`)."""
         features, columns = len(self._names), sum(self._columns)
         if features * batch.size > MAX_BAGS:
             raise InvalidInputError(
@@ -485,14 +489,15 @@ class GpuFinder:
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
             given = BagInputs(ids, edges, words[:fault], words[fault:].data_ptr())
             counts = words[fault + report :].view(self._ranks, columns)
-            found = dict[int, T]()
+            bags = [part.find_bags(batch, given) for part in self._parts]  # one after another: they share a fault
+            found = list[T]()
 
-            def launch_part(number: int, its_counts: torch.Tensor) -> None:
-                found[number] = launch(self._parts[number], batch, given, its_counts)
+            def launch_part(part: GpuPart, its: DeviceBags, its_counts: torch.Tensor) -> None:
+                found.append(launch(part, its, its_counts))
 
-            each = enumerate(torch.split(counts, self._columns, 1))
-            side_by_side(self._device, [functools.partial(launch_part, *its) for its in each], "finding")
-            return [*found.values()], words
+            each = zip(self._parts, bags, torch.split(counts, self._columns, 1), strict=True)
+            side_by_side(self._device, [functools.partial(launch_part, *of_part) for of_part in each], name)
+            return found, words
 
     def _counts_in(self, report_words: torch.Tensor) -> list[Array]:
         """The counts of each part, int64 (W, 2 F), in the `report_words` on the CPU. Raises what these say is wrong."""
