@@ -24,18 +24,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from tieredemb.cache.base import PlanKind
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.streams import side_by_side
 from tieredemb.kernels.tracing import ranged
+from tieredemb.sharding.backward import ReadyGradients, apply
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
@@ -48,7 +47,7 @@ from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.program import NUMBERS, Call, in_forward_order
+from tieredemb.step.program import NUMBERS, Call
 
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
@@ -64,23 +63,6 @@ GRADIENT = 4  # the gradient of the weights is requested, which takes the rows o
 NO_PLANS_AHEAD = 8  # this rank would not plan the next batch ahead
 CHECK_DEFERRED = 16  # this rank has not read yet how much it requests, and expects as much as for the batch before
 TRAINS = 32  # its backward will update rows
-# flags in the header of a backward
-INFINITE = 1  # a gradient is not finite: no rank may update
-REACHED_SHIFT = 1  # bits: the higher ones say which forwards the backward has reached
-MOST_COUNTED = 0xFFFF  # forwards: the flag counts no more
-
-
-class ReadyGradients(NamedTuple):
-    """What the backward of one forward is about to exchange. `sending`: of each part, until it is sent; the buffer for
-    the gradients of all ranks where ranks write into the owner's memory · `kept`: of each part, a tensor to copy
-    received gradients to, if a later step applies them · `is_infinite`: whether a gradient of this rank is not finite ·
-    `is_final`: whether an update takes what is received as it is, so that no rank can fail before the update; the same
-    on all ranks."""
-
-    sending: list[list[Sending | torch.Tensor]]
-    kept: list[torch.Tensor | None]
-    is_infinite: bool
-    is_final: bool
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,59 +79,8 @@ class ShardedCallContext(ShardedContext):
         self.eager_buffers = EagerBuffers(self)
 
     def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
-        """Applies the gradients that one backward pass has `reached`, in forward order, as one update. A collective: no
-        rank updates where one of them could not. A rank that is interrupted during the exchange itself leaves the
-        group; the others notice it at their next header."""
-        try:
-            ready, header = self._ready(reached)
-            is_infinite = bool(header.set_by_any & INFINITE)
-            # no rank can fail any more before the update, so they need not agree again
-            is_final = not is_infinite and all(each.is_final for each in ready)
-            with self.exchange.leaving_on_error():
-                if not self.eager_buffers.is_off:
-                    self.eager_buffers.reached([call.exchange_number for call, _ in reached])
-                received = [
-                    call.exchange_gradients(gradients) for (call, _), gradients in zip(reached, ready, strict=True)
-                ]
-            pairs: list[tuple[Call, torch.Tensor]] = []
-            with self.exchange.leaving_on_error() if is_final else self.announcing_errors(Phase.BACKWARD):
-                for (call, _), gradients in zip(reached, received, strict=True):
-                    pairs += call.gradients(gradients, is_infinite=is_infinite)
-            if not is_final:
-                self.announce(Phase.BACKWARD)
-        except BaseException:
-            for call, _ in reached:
-                call.release()
-            raise
-        try:
-            self.shards[0].context.apply(in_forward_order(pairs))
-        finally:
-            for call, _ in reached:
-                call.over()
-
-    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Header]:
-        """What each forward is about to exchange, and the ranks' header. Raises on all ranks the error of one, or that
-        they have reached different forwards."""
-        failed: Exception | None = None
-        ready: list[ReadyGradients] = []
-        try:
-            ready += [call.ready(grad) for call, grad in reached]
-        except Exception as error:
-            failed = error
-        reached_flag = self._reached_flag([call.exchange_number for call, _ in reached])
-        flag = INFINITE * any(each.is_infinite for each in ready)
-        updates = failed is None and self.optimizer is not None  # a torch optimizer updates later, in its step
-        header = self.announce(Phase.BACKWARD, flag=reached_flag << REACHED_SHIFT | flag, error=failed, updates=updates)
-        _check_reached([each >> REACHED_SHIFT for each in header.flags])
-        return ready, header
-
-    @staticmethod
-    def _reached_flag(exchange_numbers: Sequence[int]) -> int:
-        """The bits of a flag that say which forwards a backward pass has reached, by the numbers of their exchanges:
-        how many they are, and a checksum."""
-        return zlib.crc32(np.array(sorted(exchange_numbers), np.int64).tobytes()) << 16 | min(
-            len(exchange_numbers), MOST_COUNTED
-        )
+        """Applies the gradients that one backward pass has `reached`, in forward order, as one update. A collective."""
+        apply(self, self.eager_buffers, reached)
 
 
 class ShardedCall:
@@ -708,16 +639,6 @@ def _check_alike(header: Header, exchange: Exchange) -> None:
             f"ranks {training} look up a batch that they train on, and the others one without gradients, as in an "
             f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
             f"has fewer batches takes some without samples: no ids, and offsets of a single 0. Nothing was changed"
-        )
-
-
-def _check_reached(reached_flags: Sequence[int]) -> None:
-    """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
-    if reached_flags.count(reached_flags[0]) < len(reached_flags):
-        reached = ", ".join(f"{each & MOST_COUNTED} on rank {rank}" for rank, each in enumerate(reached_flags))
-        raise PeerError(
-            f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
-            f"backward through the same ones"
         )
 
 
