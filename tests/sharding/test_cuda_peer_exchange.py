@@ -3,11 +3,14 @@ streams of one GPU. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.sharding.peer_exchange import PeerExchange, words_of_region
+from tieredemb.storage.cuda_driver import alloc_managed, free_managed
 
 pytestmark = pytest.mark.usefixtures("gpu")
 SPIN = 3_000_000  # clock cycles: some 2 ms
@@ -35,19 +38,26 @@ class Ranks:
         shape = (self.size * each,)
         return [torch.randint(-(2**62), 2**62, shape, generator=random, device=self.device) for _ in range(self.size)]
 
-    def send(self, *rounds, late=None, ranks=None):
+    def send(self, *rounds, late=None, slow=None, ranks=None):
         """What each rank receives in each round. All are launched without anything between, so a rank begins one while
-        others still read what the last has brought; one that is `late` begins every third round after the others."""
+        others still read what the last has brought. One that is `late` begins every third round after the others; one
+        that is `slow` receives into managed memory, of which the GPU has to get each page first."""
         received = [[torch.full_like(values, -7) for values in given] for given in rounds]
+        managed = [] if slow is None else [alloc_managed(given[slow].nbytes) for given in rounds]
         torch.cuda.synchronize()
         for number, given in enumerate(rounds):
             for rank in range(self.size) if ranks is None else ranks:
                 with torch.cuda.stream(self.streams[rank]):
                     if rank == late and number % 3 == 0:
                         torch.cuda._sleep(SPIN)
-                    self.exchanges[rank].send(received[number][rank], given[rank])
+                    into = managed[number] if rank == slow else received[number][rank]
+                    self.exchanges[rank].send(into, given[rank])
         if ranks is None:
             torch.cuda.synchronize()
+        for address, its in zip(managed, received, strict=False):
+            words = (ctypes.c_int64 * len(its[slow])).from_address(address)
+            its[slow] = torch.frombuffer(words, dtype=torch.int64).to(self.device)
+            free_managed(address)
         return received
 
     def check(self, given, received):
@@ -76,6 +86,15 @@ def test_nothing_is_lost_between_exchanges(late):
     for given, received in zip(rounds, found, strict=True):
         ranks.check(given, received)
     assert late is None or all(each.wait_seconds > 1e-4 for rank, each in enumerate(ranks.exchanges) if rank != late)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_nothing_is_overwritten_that_a_rank_has_yet_to_copy(slow):
+    """The others are through an exchange, and write what they send in the next, while one still copies."""
+    ranks = Ranks(3, 300_000)
+    rounds = [ranks.given(300_000, number) for number in range(12)]
+    for given, received in zip(rounds, ranks.send(*rounds, slow=slow), strict=True):
+        ranks.check(given, received)
 
 
 def test_graphs_may_contain_it():
