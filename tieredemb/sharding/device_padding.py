@@ -82,7 +82,7 @@ def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int
     row = torch.empty(entries, dtype=torch.int32, device=device)
     picked = values.new_empty(entries if rows is None else ranks * rows)
     firsts: torch.Tensor | int = 0
-    blocks = blocks_for(entries, THREADS)
+    blocks = blocks_for(max(entries, len(picked)), THREADS)
     with on_device(device):
         kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, messages, ends, shift, edges, each)
         if rows is not None:
