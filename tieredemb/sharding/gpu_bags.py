@@ -39,6 +39,7 @@ from tieredemb.lookup.device_bags import (
     words_of,
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
+from tieredemb.shallow import shallow_copy
 from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
@@ -47,7 +48,6 @@ from tieredemb.sharding.padding import Padding, copied, message, plain_ids, tabl
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
-from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from tieredemb.cache.base import PlanKind
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.copies import copy_on_device
 from tieredemb.kernels.streams import side_by_side
+from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.call import ShardedCall, ShardedCallContext
 from tieredemb.sharding.captures import FoundAhead
 from tieredemb.sharding.header import LargestRequest
@@ -23,7 +24,6 @@ from tieredemb.sharding.request import Request
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.group import device_groups
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from tieredemb.config import MODES
+from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
-from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
 
 _NUMBERS = itertools.count()

@@ -21,12 +21,12 @@ from tieredemb.lookup.device_bags import (
     number_samples,
     report_fault,
 )
+from tieredemb.shallow import shallow_copy
 from tieredemb.step.batch import Batch
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.forwards import Forward
 from tieredemb.step.program import NUMBERS, Call, CallContext, StackRows
-from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
 

@@ -21,7 +21,7 @@ from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
 from tieredemb.lookup.device_lookup import DeviceLookup, HotTensors, Segments, frequency_scale
-from tieredemb.step.shallow import shallow_copy
+from tieredemb.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import DeviceGroup
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tieredemb.shallow import shallow_copy
 from tieredemb.step.batch import Given
 from tieredemb.step.forwards import Forward, Forwards
 from tieredemb.step.program import Call
-from tieredemb.step.shallow import shallow_copy
 
 if TYPE_CHECKING:
     from tieredemb.tables.table_set import TableSet
