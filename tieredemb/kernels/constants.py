@@ -53,7 +53,7 @@ HISTORY_FIRST, HISTORY_TAKEN, HISTORY_REPLAYED, HISTORY_REFUSED, HISTORY_WORDS =
 MOST_JOINED = 56
 IDS_32, OFFSETS_32, LAST, KIND_BITS = 1, 2, 4, 3
 MOST_ADDRESSES = 64  # addresses that one launch is given
-MOST_COPIED = 32  # tensors that one launch copies
+MOST_COPIED = 16  # tensors that one launch copies
 
 # ids that ranks send each other: see sharding/peer_exchange.py
 REGION_HEAD = 2  # words before the blocks of a region

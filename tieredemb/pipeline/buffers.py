@@ -50,10 +50,8 @@ class Buffers:
             if identity((tensor,)) in lengths:
                 self._any_length.add(path)
             self._buffer[path] = buffer
-        self._are_distinct = len(new) == len(self._buffer)
         self.batch = map_tensors(batch, lambda tensor: new[id(tensor)])
         self._check_copied()
-        self._shapes = self._alike_shapes()
 
     def another(self) -> Buffers:
         """Buffers of the same shapes, of their own memory."""
@@ -101,7 +99,6 @@ class Buffers:
         other._buffer = {path: new[id(tensor)] for path, tensor in self._buffer.items()}
         other.batch = batch
         other._check_copied()
-        other._shapes = other._alike_shapes()
         return other
 
     def _check_copied(self) -> None:
@@ -115,14 +112,8 @@ class Buffers:
     def load(self, batch: Any) -> None:
         """Copies a batch to the buffers. Raises, before anything changes, `OtherShapesError` if other buffers would
         take it, and `InvalidInputError` if none would."""
-        if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # the usual case of a service
-            targets = [(self._target((), batch), batch)]
-        elif self._load_alike(batch):
-            return
-        else:
-            targets = self._targets(batch)
         into, given = list[torch.Tensor](), list[torch.Tensor]()
-        for target, tensor in targets:
+        for target, tensor in self._targets(batch):
             if self._is_here(tensor):
                 into.append(target)
                 given.append(tensor)
@@ -133,55 +124,26 @@ class Buffers:
     def _targets(self, batch: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors of a batch, each with the part of a buffer that it fills. Raises `InvalidInputError` for a batch
         that does not fit."""
-        tensors = dict(tensors_of(batch))
-        if list(tensors) != self._paths:
+        tensors = [*tensors_of(batch)]
+        paths, buffers = [path for path, _ in tensors], self._buffer.values()  # at the places `self._paths`
+        if paths != self._paths:
             raise InvalidInputError(
-                f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
+                f"the batch has tensors at {_names(paths)}, the captured one had {_names(self._paths)}"
             )
         shared: dict[int, torch.Tensor] = {}
-        for path, tensor in tensors.items():
-            self._check_dtype(path, tensor)
-            if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
+        for (path, tensor), buffer in zip(tensors, buffers, strict=True):
+            if tensor.dtype is not buffer.dtype:
+                raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {buffer.dtype}")
+            if shared.setdefault(id(buffer), tensor) is not tensor:
                 raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
-        return [(self._target(path, tensor), tensor) for path, tensor in tensors.items()]
+        each = zip(tensors, buffers, strict=True)
+        return [(self._target(buffer, path, tensor), tensor) for (path, tensor), buffer in each]
 
-    def _check_dtype(self, path: Path, tensor: torch.Tensor) -> None:
-        dtype = self._buffer[path].dtype
-        if tensor.dtype is not dtype:
-            raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {dtype}")
-
-    def _alike_shapes(self) -> list[torch.Size] | None:
-        """The shapes of a list or tuple of buffers on a GPU with one dtype, whose bytes can be copied as they are; None
-        for any other batch."""
-        into = self.batch
-        if type(into) not in (list, tuple) or not into or self._gpu is None or not self._are_distinct:
-            return None
-        if not all(isinstance(buffer, torch.Tensor) and buffer.dtype is into[0].dtype for buffer in into):
-            return None
-        if into[0].dtype.is_floating_point or into[0].dtype.is_complex:  # inputs may be views that negate or conjugate
-            return None
-        return [buffer.shape for buffer in into]
-
-    def _load_alike(self, batch: Any) -> bool:
-        """Copies a list or tuple of alike tensors to the buffers, with few checks; returns False for another batch."""
-        into, shapes, gpu = self.batch, self._shapes, self._gpu
-        if shapes is None or gpu is None or type(batch) is not type(into) or len(batch) != len(shapes):
-            return False
-        dtype, here = into[0].dtype, gpu.index
-        for tensor, shape in zip(batch, shapes, strict=True):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != shape:
-                return False
-            if tensor.get_device() != here or not tensor.is_contiguous():
-                return False
-        copy_on_device(into, batch)
-        return True
-
-    def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a buffer that `tensor` fills. Raises if it does not fit."""
-        buffer = self._buffer[path]
-        if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
+    def _target(self, buffer: torch.Tensor, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a buffer that `tensor` fills, which has its dtype. Raises `OtherShapesError` if it does not
+        fit."""
+        if tensor.shape == buffer.shape:
             return buffer
-        self._check_dtype(path, tensor)
         if self._has_any_length(path, tensor) and buffer.dim() == 1 and len(tensor) <= len(buffer):
             return buffer[: len(tensor)]
         raise OtherShapesError(
