@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
@@ -240,8 +241,8 @@ class Ring(Generic[R]):
             computing.graph = None
         effects = [NOTHING_PLANNED] * len(caches) if computing.graph is None else computing.graph.effects
         last: list[int] | list[None] = [None] * len(caches) if self._last is None else self._last
-        each = zip(caches, last, effects, strict=True)
-        fresh = [cache.may_replay(_tickets(known, cache), number, effect) for cache, number, effect in each]
+        tickets, each = _tickets_of(known), zip(caches, last, effects, strict=True)
+        fresh = [cache.may_replay(tickets[cache], number, effect) for cache, number, effect in each]
         return self._last is not None and bool(known) and all(fresh)
 
     def _knows(self, computing: Arena[R], graph: StepGraph[R], known: list[PlannedCall]) -> bool:
@@ -422,10 +423,11 @@ class Ring(Generic[R]):
         computing.graph = None  # with several ranks, if another has no graph
         for call in known:
             call.arrive()  # nothing inside the capture may wait for an event outside
+        tickets = _tickets_of(known)
         try:
             with ExitStack() as caches:
                 for cache in tracked:
-                    caches.enter_context(cache.capturing(_tickets(known, cache)))
+                    caches.enter_context(cache.capturing(tickets[cache]))
                 with (
                     step.on_buffers(),
                     self._exchanging(computing, planning, named) as count_sent,
@@ -442,7 +444,8 @@ class Ring(Generic[R]):
                 self._agreement.agree(CAPTURES << self.reach, step=step.number)
             graph.replay()
             count_sent()
-            effects = [cache.end_capture(_tickets(planned, cache)) for cache in tracked]
+            opened = _tickets_of(planned)
+            effects = [cache.end_capture(opened[cache]) for cache in tracked]
         except BaseException as error:
             for cache in tracked:
                 cache.abort_capture()
@@ -533,5 +536,10 @@ def forked(stream: torch.cuda.Stream) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _tickets(calls: list[PlannedCall], cache: DeviceCache) -> list[DeviceTicket]:
-    return [part.ticket for call in calls for part in call.parts if part.group.cache is cache]
+def _tickets_of(calls: list[PlannedCall]) -> defaultdict[DeviceCache, list[DeviceTicket]]:
+    """The tickets of the calls in each cache."""
+    found: defaultdict[DeviceCache, list[DeviceTicket]] = defaultdict(list)
+    for call in calls:
+        for part in call.parts:
+            found[part.group.cache].append(part.ticket)
+    return found
