@@ -258,9 +258,9 @@ def fault_in(
 ) -> InvalidInputError | IdOutOfRangeError | None:
     """The error that the words of a `Report` stand for, if any. `names`, `rows`: of each feature, as messages name it,
     and of its table · `ending`: what the message ends with."""
-    report = _report_of(words)
-    if report["state"] == 0:
+    if words[_words_of_reports().index("state")] == 0:  # as in each replay of several ranks
         return None
+    report = _report_of(words)
     position, value, feature = report["position"], report["value"], report["feature"]
     if report["kind"] == BAD_ID:
         return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + ending)

@@ -8,10 +8,9 @@ wrong.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -49,9 +48,6 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
 from tieredemb.tables.config import TableSetConfig
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 T = TypeVar("T")
 OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
@@ -432,7 +428,7 @@ class GpuFinder:
         with no_inference(), torch.cuda.device(config.device):
             self._parts = [GpuPart(part, config) for part in parts]
         self._columns = [2 * len(part.space.features) for part in parts]
-        self._spans = [*itertools.pairwise([0, *itertools.accumulate(self._columns)])]
+        self._features = [len(part.space.features) for part in parts]
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]
         self._names = [feature_name(feature, table) for feature, table in of]
         self._rows = [table.num_embeddings for _, table in of]
@@ -462,7 +458,11 @@ class GpuFinder:
             bags.request_if(good)
 
     def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
-        return largest_requests(self._counts_in(words))
+        report = words_of("Report")
+        error = fault_in(words[:report].tolist(), self._names, self._rows)
+        if error is not None:
+            raise error
+        return largest_requests(words[report:].numpy().reshape(self._ranks, -1), self._features)
 
     def report_buffer(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
@@ -498,12 +498,3 @@ class GpuFinder:
             each = zip(self._parts, bags, torch.split(counts, self._columns, 1), strict=True)
             side_by_side(self._device, [functools.partial(launch_part, *of_part) for of_part in each], name)
             return found, words
-
-    def _counts_in(self, report_words: torch.Tensor) -> list[Array]:
-        """The counts of each part, int64 (W, 2 F), in the `report_words` on the CPU. Raises what these say is wrong."""
-        report, words = words_of("Report"), report_words.numpy()
-        error = fault_in(words[:report].tolist(), self._names, self._rows)
-        if error is not None:
-            raise error
-        counts = words[report:].reshape(self._ranks, -1)
-        return [counts[:, begin:end] for begin, end in self._spans]

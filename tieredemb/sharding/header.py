@@ -14,6 +14,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tieredemb.config import Array
 
 WORDS = 6  # of an `Announcement` and the flag, before those of `Counts`
@@ -128,10 +130,13 @@ def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
     return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
 
 
-def largest_requests(counts: Sequence[Array]) -> list[LargestRequest]:
-    """The largest request of each part, by its `counts`, int64 (W, 2 F): how many ids of each feature go to each rank,
-    and how many of them are the first of their row; zeros for table-wise tables."""
-    return [LargestRequest(*of_part.reshape(len(of_part), 2, -1).sum(2).max(0).tolist()) for of_part in counts]
+def largest_requests(counts: Array, features: Sequence[int]) -> list[LargestRequest]:
+    """The largest request of each of some parts, which have so many `features`. `counts`: int64 (W, 2 F), of the parts
+    side by side, of each how many ids of each feature go to each rank, and behind them how many of these are the first
+    of their row; zeros for table-wise tables."""
+    ends = [*itertools.accumulate(count for of_part in features for count in (of_part, of_part))]
+    most = np.add.reduceat(counts, [0, *ends[:-1]], axis=1).max(0).tolist()
+    return [*map(LargestRequest, most[::2], most[1::2])]
 
 
 class Counts(NamedTuple):

@@ -36,6 +36,7 @@ class HostFinder:
 
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
+        self._features = [len(part.space.features) for part in parts]
 
     def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
         edges = edges_of(batch)
@@ -43,7 +44,8 @@ class HostFinder:
             HostTableWiseBags(part, batch, edges) if part.is_table_wise else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
-        return found, largest_requests([bags.counts for bags in found])
+        each = zip(found, self._features, strict=True)  # which are on different numbers of ranks
+        return found, [most for bags, count in each for most in largest_requests(bags.counts, [count])]
 
     def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         return self(batch)[1]

@@ -9,7 +9,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from tieredemb.kernels.constants import MEETING_THREADS
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
+from tieredemb.shallow import shallow_copy
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.staging import HostPhase
@@ -234,7 +235,9 @@ class BatchPlan:
 
     def rebind(self) -> BatchPlan:
         """The plan that a replay makes in this one's memory."""
-        return replace(self, phase=self.left_at if self.is_deferred else Phase.FOUND, side_done=None)
+        plan = shallow_copy(self)
+        plan.phase, plan.side_done = self.left_at if self.is_deferred else Phase.FOUND, None
+        return plan
 
     def size_bytes(self) -> int:
         """Of the memory that it keeps for replays."""
