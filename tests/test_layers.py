@@ -1,4 +1,4 @@
-"""Imports go down only: errors, config, progress ← kernels ← hash, storage, lookup ← cache ← tables ← step ←
+"""Imports go down only: errors, config, progress, shallow ← kernels ← hash, storage, lookup ← cache ← tables ← step ←
 modules ← pipeline, sharding ← conversion, model ← tools.
 
 The imports are read from the source, so those under `TYPE_CHECKING` and inside functions count too.
@@ -13,7 +13,7 @@ from source_imports import circle_groups, imports_of, modules_of
 
 PACKAGE = Path(__file__).parents[1] / "tieredemb"
 
-BASE = {"errors", "config", "progress"}
+BASE = {"errors", "config", "progress", "shallow"}
 CACHE = BASE | {"kernels", "hash", "storage"}  # the cache knows no lookup
 TABLES = CACHE | {"cache", "lookup"}
 STEP = TABLES | {"tables"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import struct
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,7 +361,14 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
         check_ids="deferred",
     )  # fmt: skip
     (part,) = parts_of(Layout(tables, 3, sharding), (0, 1), [0, 8])
-    width = GpuPart(part, config)
+    width, marked = GpuPart(part, config), []
+
+    def note(its, packed, stream):
+        if its.kernel == "order_find":
+            given = dict(zip([each.name for each in its.arguments], its.packing.unpack(packed), strict=True))
+            marked.append([given[name] != 0 for name in ("cells", "cell", "is_first")])
+
+    monkeypatch.setitem(compiler.LISTENERS, threading.get_ident(), note)
     ids, words = torch.arange(count), torch.zeros(11 + 3 * 4, dtype=torch.int64)
     edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False, ids=count)
     batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
@@ -372,6 +380,7 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
         if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
             part_of_it.zero_()
     bags = width.find(written, counts, finds_firsts=finds_firsts)
+    assert marked == [[finds_firsts and not part.is_table_wise] * 3] * (count > 0)
     bags.pad(Bound(5, None))
     held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
     assert bags.sent == [2 + 5 + its * 3 for its in held]

@@ -77,13 +77,13 @@ class StructValue(bytes):
     fields: tuple[Any, ...]
     parts: ClassVar[tuple[Argument, ...]]
     packing: ClassVar[struct.Struct]
-    places: ClassVar[dict[str, int]]  # of each field, by its name
+    names: ClassVar[dict[str, None]]  # of the fields, in their order
     has_arrays: ClassVar[bool]
 
     def __new__(cls, **fields: Any) -> StructValue:
-        if fields.keys() != cls.places.keys():
-            raise InvalidInputError(f"a {cls.__name__} has the fields {', '.join(cls.places)}; got {', '.join(fields)}")
-        given = tuple([fields[name] for name in cls.places])
+        if fields.keys() != cls.names.keys():
+            raise InvalidInputError(f"a {cls.__name__} has the fields {', '.join(cls.names)}; got {', '.join(fields)}")
+        given = tuple([fields[name] for name in cls.names])
         values = values_of(given)
         if cls.has_arrays:
             each = [value if part.numbers else (value,) for part, value in zip(cls.parts, values, strict=True)]
@@ -138,9 +138,9 @@ def struct_type(file: str, name: str) -> type[StructValue]:
     packing, starts = _packing(parts, layout.size)
     if starts != [field.offset for field in layout.fields]:
         raise SourceError(f"{file}: {name} cannot be given whole: it has arrays of arrays, or bytes between its fields")
-    places = {part.name: place for place, part in enumerate(parts)}
+    names = dict.fromkeys(part.name for part in parts)
     has_arrays = any(part.numbers for part in parts)
-    return type(name, (StructValue,), {"parts": parts, "packing": packing, "places": places, "has_arrays": has_arrays})
+    return type(name, (StructValue,), {"parts": parts, "packing": packing, "names": names, "has_arrays": has_arrays})
 
 
 def _array(argument: Argument, counts: tuple[int, ...]) -> Argument:

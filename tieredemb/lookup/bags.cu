@@ -261,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     }
 }
 
-// Writes the bag that each occurrence would have if the sample `row`, of `rows`, were its own; where no `row` is given,
-// each is one. Moves 12 bytes an occurrence.
+// Writes the bag that each occurrence k would have if the sample row[k], of `rows`, were its own; where no `row` is
+// given, the sample k. Moves 12 bytes an occurrence.
 extern "C" __global__ void bags_number(const int *bag, i64 n, i64 batch, const int *row, i64 rows, int *own) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n; k += thread_count())

@@ -228,8 +228,8 @@ def join_bags(
 
 
 def number_samples(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor | int, rows: int) -> None:
-    """Writes the bag that each occurrence would have if the sample `row`, int32 (N,), of `rows`, were its own, to
-    `own`, int32 (N,); without `row`, 0, each is one. Does not synchronise."""
+    """Writes to `own`, int32 (N,), the bag that each occurrence would have if the sample in `row`, int32 (N,), of
+    `rows`, were its own; if `row` is 0, the sample of its number: then `rows` is N. Does not synchronise."""
     n = own.shape[0]
     kernel(FILE, "bags_number")(
         blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.bag, n, max(1, bags.batch), row, rows, own

@@ -1,5 +1,5 @@
-// Which rank owns the row of each occurrence, the row's number there, and how many ids are requested of each rank; and
-// which occurrence is the first of its row, where a row comes back once.
+// Which rank owns the row of each occurrence, the row's number there, and how many ids are requested of each rank; the
+// occurrences in the order of their owners; and which one is the first of its row, where a row comes back once.
 //
 // Firsts are found by open addressing with linear probing: a cell holds an occurrence + 1, at the end the first one of
 // its row, in whichever order threads run.
@@ -68,7 +68,7 @@ extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i
 // Sorts the occurrences by their owners, stably: writes which occurrence each position has to `order`, and the position
 // of each occurrence to `place`. `ends`: the running sum of what `owners_find` has written `of_chunks`. Where `cells`
 // are given, writes 1 to `is_first`, by position, for the first occurrence of each row, else 0, and adds these to
-// `counts`, as `owners_find`. Moves 24 bytes an occurrence, with cells 16 more, half of them at random.
+// `counts`, as `owners_find`. Moves 16 bytes an occurrence, with cells 16 more, half of them at random.
 extern "C" __global__ void order_find(const int *owner, const int *bag, i64 n, i64 batch, int ranks, const int *ends,
                                       i64 chunks, const int *cells, const int *cell, i64 *order, int *place,
                                       int *is_first, i64 *counts, i64 stride) {
