@@ -13,7 +13,7 @@ import torch
 from tieredemb.errors import PeerError
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
-from tieredemb.sharding.exchange import Sending
+from tieredemb.sharding.exchange import LeavingOnError, Sending
 from tieredemb.sharding.header import Header, Phase
 from tieredemb.step.program import Call, in_forward_order
 
@@ -67,12 +67,12 @@ def apply(context: ShardedContext, buffers: EagerBuffers, reached: Reached) -> N
         is_infinite = bool(header.set_by_any & INFINITE)
         # no rank can fail any more before the update, so they need not agree again
         is_final = not is_infinite and all(each.is_final for each in ready)
-        with exchange.leaving_on_error():
+        with LeavingOnError(exchange):
             if not buffers.is_off:
                 buffers.reached([call.exchange_number for call, _ in reached])
             received = [call.exchange_gradients(gradients) for (call, _), gradients in zip(reached, ready, strict=True)]
         pairs: list[tuple[Call, torch.Tensor]] = []
-        with exchange.leaving_on_error() if is_final else context.announcing_errors(Phase.BACKWARD):
+        with LeavingOnError(exchange) if is_final else context.announcing_errors(Phase.BACKWARD):
             for (call, _), gradients in zip(reached, received, strict=True):
                 pairs += call.gradients(gradients, is_infinite=is_infinite)
         if not is_final:

@@ -39,7 +39,7 @@ from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
-from tieredemb.sharding.exchange import Exchange, Sending
+from tieredemb.sharding.exchange import Exchange, LeavingOnError, Sending
 from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.request import Request, RequestPart
@@ -219,7 +219,7 @@ class ShardedCall:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
             if header.set_by_any & PLANNED:  # other ranks had a plan, which they drop now
                 continue
-            with context.exchange.leaving_on_error():
+            with LeavingOnError(context.exchange):
                 bounds = self._agreed_bounds(header)
             if bounds is not None:
                 break
@@ -232,11 +232,11 @@ class ShardedCall:
                     raise
         context.check_capacity(bounds)
         if self._eager_buffers is not None:
-            with context.exchange.leaving_on_error():
+            with LeavingOnError(context.exchange):
                 self._eager_buffers.prepare(bounds)
         self._note_announced(header.flags)
         self.exchange_number, self._bounds = context.number, bounds
-        with context.exchange.leaving_on_error():
+        with LeavingOnError(context.exchange):
             return self._exchange_ids(header.samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
@@ -348,7 +348,7 @@ class ShardedCall:
             self._request_again()
             return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._kept_batch = None
-        with exchange.leaving_on_error():
+        with LeavingOnError(exchange):
             self._rows = self._receive(sending, ROWS)
             if self._memory is context.eager_buffers:
                 context.eager_buffers.rows_exchanged(self.exchange_number, trains=trains)
@@ -462,7 +462,7 @@ class ShardedCall:
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
-        with exchange.leaving_on_error():
+        with LeavingOnError(exchange):
             for number, each in sending.items():
                 found[number] = exchange.send(each, IDS)
         return found

@@ -129,7 +129,7 @@ class Exchange:
         succeeds: a rank that fails in it leaves the group. Does not wait for a GPU."""
         self._check(error)
         words = [phase, number, error is not None, fingerprint.before, fingerprint.next, flag]
-        with self.leaving_on_error():
+        with LeavingOnError(self):
             theirs = self._exchange_headers(phase, words, counts, meanwhile)
             while Phase.BUSY in [words_of_rank[0] for words_of_rank in theirs]:
                 theirs = self._exchange_headers(phase, words, counts)
@@ -158,7 +158,7 @@ class Exchange:
                 )
                 _destroy_group(self._held)
                 raise error
-            with self.leaving_on_error():
+            with LeavingOnError(self):
                 self._exchange_headers(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
     def _exchange_headers(
@@ -166,8 +166,7 @@ class Exchange:
     ) -> list[list[int]]:
         """Sends a header to all ranks, and waits for theirs; returns of each the words of `Announcement`, its flag, and
         those of its counts."""
-        with _Answered(self, phase):
-            mine = self._send_header(words, counts, phase)
+        mine = self._send_header(words, counts, phase)
         if meanwhile is not None:
             meanwhile()
         begin = monotonic()
@@ -219,7 +218,8 @@ class Exchange:
         if not self._has_announced:
             self._has_announced = True
             begin = monotonic()
-            self._mailbox = self._open_mailbox(len(mine), phase)
+            with _Answered(self, phase):
+                self._mailbox = self._open_mailbox(len(mine), phase)
             self._wait_seconds += monotonic() - begin
         if self._mailbox is not None:
             self._mailbox.send(mine)
@@ -282,7 +282,7 @@ class Exchange:
 
     def _has_group(self) -> bool:
         """Whether the group exists, as `destroy_process_group()` may have ended it with all others."""
-        return bool(self._held) and _is_known(self.group)
+        return bool(self._held) and _is_known(self._held[0])
 
     def close(self) -> None:
         """Destroys the group."""
@@ -427,12 +427,6 @@ class Exchange:
         """Whether nothing is exchanged any more."""
         return bool(self._broken)
 
-    def leaving_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """A context between an agreement to exchange something and the exchange, or around a header. A rank that fails
-        inside, or is interrupted, leaves the group. So the others, which do exchange, learn that it will not, and need
-        not wait for their timeout."""
-        return _LeavingOnError(self)
-
     def leave_during_exchange(self, error: BaseException) -> None:
         """Leaves the group, as this rank has met an `error` where the others exchange something."""
         try:
@@ -526,8 +520,10 @@ class _Answered(contextlib.AbstractContextManager[None]):
             raise self._exchange.unanswered(self._phase, error) from error
 
 
-class _LeavingOnError(contextlib.AbstractContextManager[None]):
-    """See `Exchange.leaving_on_error`."""
+class LeavingOnError(contextlib.AbstractContextManager[None]):
+    """A context between an agreement to exchange something and the exchange, or around a header. A rank that fails
+    inside, or is interrupted, leaves the group. So the others, which do exchange, learn that it will not, and need not
+    wait for their timeout."""
 
     __slots__ = ("_exchange",)
 

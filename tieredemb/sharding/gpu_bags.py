@@ -41,7 +41,7 @@ from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.shallow import shallow_copy
 from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
-from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
+from tieredemb.sharding.header import Bound, LargestRequest, halves_of, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, copied, message, plain_ids, table_wise_sizes
 from tieredemb.step.batch import Batch
@@ -428,7 +428,7 @@ class GpuFinder:
         with no_inference(), torch.cuda.device(config.device):
             self._parts = [GpuPart(part, config) for part in parts]
         self._columns = [2 * len(part.space.features) for part in parts]
-        self._features = [len(part.space.features) for part in parts]
+        self._halves = halves_of([len(part.space.features) for part in parts])
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]
         self._names = [feature_name(feature, table) for feature, table in of]
         self._rows = [table.num_embeddings for _, table in of]
@@ -462,7 +462,7 @@ class GpuFinder:
         error = fault_in(words[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error
-        return largest_requests(words[report:].numpy().reshape(self._ranks, -1), self._features)
+        return largest_requests(words[report:].numpy().reshape(self._ranks, -1), self._halves)
 
     def report_buffer(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)

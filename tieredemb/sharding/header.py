@@ -130,12 +130,16 @@ def bounds_take(bounds: Bounds, most: Sequence[LargestRequest]) -> bool:
     return all(bound.takes(each) for bound, each in zip(bounds, most, strict=True))
 
 
-def largest_requests(counts: Array, features: Sequence[int]) -> list[LargestRequest]:
-    """The largest request of each of some parts, which have so many `features`. `counts`: int64 (W, 2 F), of the parts
-    side by side, of each how many ids of each feature go to each rank, and behind them how many of these are the first
-    of their row; zeros for table-wise tables."""
-    ends = [*itertools.accumulate(count for of_part in features for count in (of_part, of_part))]
-    most = np.add.reduceat(counts, [0, *ends[:-1]], axis=1).max(0).tolist()
+def halves_of(features: Sequence[int]) -> list[int]:
+    """Where the two halves of each part begin in the counts of parts that have so many `features`."""
+    return [0, *itertools.accumulate(np.repeat(features, 2).tolist())][:-1]
+
+
+def largest_requests(counts: Array, halves: Sequence[int]) -> list[LargestRequest]:
+    """The largest request of each of some parts. `counts`: int64 (W, 2 F), of the parts side by side, of each how many
+    ids of each feature go to each rank, and behind them how many of these are the first of their row, zeros for
+    table-wise tables · `halves`: where these begin (`halves_of`)."""
+    most = np.add.reduceat(counts, halves, axis=1).max(0).tolist()
     return [*map(LargestRequest, most[::2], most[1::2])]
 
 

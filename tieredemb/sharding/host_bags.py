@@ -16,7 +16,7 @@ from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.sharding.bags import Bags, Part, Wait
-from tieredemb.sharding.header import Bound, LargestRequest, largest_requests
+from tieredemb.sharding.header import Bound, LargestRequest, halves_of, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, message, plain_ids
@@ -36,7 +36,7 @@ class HostFinder:
 
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
-        self._features = [len(part.space.features) for part in parts]
+        self._halves = [halves_of([len(part.space.features)]) for part in parts]
 
     def __call__(self, batch: Batch, wait: Wait = lambda: None) -> tuple[Sequence[Bags], list[LargestRequest]]:
         edges = edges_of(batch)
@@ -44,8 +44,8 @@ class HostFinder:
             HostTableWiseBags(part, batch, edges) if part.is_table_wise else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
-        each = zip(found, self._features, strict=True)  # which are on different numbers of ranks
-        return found, [most for bags, count in each for most in largest_requests(bags.counts, [count])]
+        each = zip(found, self._halves, strict=True)  # of parts on different numbers of ranks
+        return found, [most for bags, halves in each for most in largest_requests(bags.counts, halves)]
 
     def count(self, batch: Batch, wait: Wait = lambda: None) -> list[LargestRequest]:
         return self(batch)[1]

@@ -29,7 +29,7 @@ from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.barrier import Barrier
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.exchange import shares_memory
+from tieredemb.sharding.exchange import LeavingOnError, shares_memory
 from tieredemb.sharding.header import Bound, Bounds, Phase
 from tieredemb.sharding.peer_exchange import PeerExchange, words_of_region
 from tieredemb.sharding.shard import Shard
@@ -136,7 +136,7 @@ class SymmetricMemory:
         finally:
             with capture_lock(self._device):  # to free memory waits for the device
                 held.clear()
-        with self._exchange.leaving_on_error(), on_device(self._device), no_inference():
+        with LeavingOnError(self._exchange), on_device(self._device), no_inference():
             rank, timeout = self._exchange.rank, self._exchange.timeout.total_seconds()
             if self._barrier is None:
                 self._barrier = Barrier(self._device, mapped.words, rank, timeout)

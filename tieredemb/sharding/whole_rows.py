@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.exchange import Exchange, LeavingOnError
 
 PIECE_BYTES = 32 << 20
 PlaceRows = Callable[[int, int, torch.Tensor], None]  # takes a rank, the number of its first received row, and the rows
@@ -54,7 +54,7 @@ def rows_from_rank_0(
     )
     found = {}
     for name, each in descriptions.items():
-        with exchange.leaving_on_error():
+        with LeavingOnError(exchange):
             out = torch.empty(each.shape if rank == exchange.rank else (0,), dtype=each.dtype, device="cpu")
         for start, rows in _pieces(exchange, 0, rank, each, None if given is None else given[name]):
             out[start : start + len(rows)] = rows
@@ -74,7 +74,7 @@ def _pieces(
         return
     count, size = description.shape[0], max(1, PIECE_BYTES // description.row_bytes)
     for start in range(0, count, size):
-        with exchange.leaving_on_error():
+        with LeavingOnError(exchange):
             piece = min(size, count - start)
             sent_sizes, received_sizes = [0] * exchange.size, [0] * exchange.size
             raw = torch.empty((0, description.row_bytes), dtype=torch.uint8, device="cpu")
