@@ -10,8 +10,8 @@ struct Messages {
     int ranks, features;
 };
 
-__device__ __forceinline__ const i64 *message_of(const Messages &came, i64 rank) {
-    return came.values + rank * (came.features + came.bound);
+__device__ __forceinline__ const i64 *message_of(const Messages &received, i64 rank) {
+    return received.values + rank * (received.features + received.bound);
 }
 
 // The first of `ends`, ascending, that is greater than `number`, or their count.
@@ -77,22 +77,22 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
 // where each ends among all ids, `ends`, and how much further its ids lie among the entries, `shift`; where features
 // begin and end, `edges` (features + 1,); and how many ids each rank's block has, `ids` (ranks,). One block of 1,024
 // threads.
-extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i64 *ends, i64 *shift, i64 *edges,
+extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages received, i64 *ends, i64 *shift, i64 *edges,
                                                                i64 *ids) {
     wait_for_prior_kernel();
     __shared__ int so_far;
-    const int ranks = came.ranks, features = came.features;
+    const int ranks = received.ranks, features = received.features;
     for (int rank = threadIdx.x / 32; rank < ranks; rank += 32) {  // whatever was received, nobody reads beyond a block
         i64 done = 0;
         for (int base = 0; base < features; base += 32) {
             const int f = base + lane_index();
-            i64 own = f < features ? message_of(came, rank)[f] : 0;
-            own = own < 0 ? 0 : own < came.bound ? own : came.bound;
-            const i64 upto = done + sum_of_lanes(own), end = upto < came.bound ? upto : came.bound;
-            const i64 begin = upto - own < came.bound ? upto - own : came.bound;
+            i64 own = f < features ? message_of(received, rank)[f] : 0;
+            own = own < 0 ? 0 : own < received.bound ? own : received.bound;
+            const i64 upto = done + sum_of_lanes(own), end = upto < received.bound ? upto : received.bound;
+            const i64 begin = upto - own < received.bound ? upto - own : received.bound;
             if (f < features) {
                 ends[(i64)f * ranks + rank] = end - begin;
-                shift[(i64)f * ranks + rank] = rank * came.bound + begin;
+                shift[(i64)f * ranks + rank] = rank * received.bound + begin;
             }
             done = __shfl_sync(FULL_WARP, end, 31);
         }
@@ -115,15 +115,15 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i6
     }
 }
 
-// Writes 1 for each entry whose row goes back, as it is requested there first, else 0. `ids`: of each rank's block. Makes
-// `picked`, (n_picked,), zero.
-extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, const i64 *ids, int *is_first, i64 *picked,
-                                                              i64 n_picked) {
+// Writes 1 to `is_first` for each entry whose row goes back, as it is requested there first, else 0; and zeros to
+// `picked`, (n_picked,), which `ids_join` fills. `ids`: how many each rank's block has.
+extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages received, const i64 *ids, int *is_first,
+                                                              i64 *picked, i64 n_picked) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n_picked; k += thread_count()) picked[k] = 0;
-    for (i64 entry = thread_index(); entry < came.ranks * came.bound; entry += thread_count()) {
-        const i64 rank = entry / came.bound, at = entry - rank * came.bound;
-        is_first[entry] = at < ids[rank] && message_of(came, rank)[came.features + at] >= 0;
+    for (i64 entry = thread_index(); entry < received.ranks * received.bound; entry += thread_count()) {
+        const i64 rank = entry / received.bound, at = entry - rank * received.bound;
+        is_first[entry] = at < ids[rank] && message_of(received, rank)[received.features + at] >= 0;
     }
 }
 
@@ -131,18 +131,19 @@ extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, con
 // the last id; the id; and its row of the output. Writes to `picked`, which must be zero, the position of the id of each
 // row that goes back: one for each entry, or, where `firsts` is given, the running sum of `is_first`, one for each first
 // id, `rows` for each rank. Moves 36 bytes an entry, and 8 or 12 more at random.
-extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const i64 *ends, const i64 *shift,
+extern "C" __global__ void __launch_bounds__(256) ids_join(Messages received, const i64 *ends, const i64 *shift,
                                                            const int *firsts, i64 rows, i64 *joined, i64 *entry,
                                                            i64 *ids, int *row, i64 *picked) {
     wait_for_prior_kernel();
-    const i64 entries = came.ranks * came.bound;
-    const int pieces = came.features * came.ranks;
+    const i64 entries = received.ranks * received.bound;
+    const int pieces = received.features * received.ranks;
     for (i64 number = thread_index(); number < entries; number += thread_count()) {
         const int found = upper_bound(ends, pieces, number), piece = found < pieces ? found : pieces - 1;
         const bool is_id = found < pieces;
         i64 at = shift[piece] + number;
         at = at < entries ? at : entries - 1;
-        const i64 rank = at / came.bound, id = message_of(came, rank)[came.features + at - rank * came.bound];
+        const i64 rank = at / received.bound;
+        const i64 id = message_of(received, rank)[received.features + at - rank * received.bound];
         joined[number] = at;
         entry[number] = is_id ? at : entries;
         row[number] = (int)(is_id ? at : entries - 1);
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const 
         if (!is_id) continue;
         if (!firsts) picked[at] = number;
         else if (id >= 0) {
-            const i64 back = firsts[at] - 1 - (rank ? firsts[rank * came.bound - 1] : 0);
+            const i64 back = firsts[at] - 1 - (rank ? firsts[rank * received.bound - 1] : 0);
             if (back < rows) picked[rank * rows + back] = number;
         }
     }
