@@ -58,9 +58,11 @@ from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import parts_of
+from tieredemb.sharding.device_padding import Joiner
 from tieredemb.sharding.gpu_bags import BagInputs, GpuPart
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
+from tieredemb.sharding.request import RequestLayout
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -382,6 +384,7 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     bags = width.find(written, counts, finds_firsts=finds_firsts)
     assert marked == [[finds_firsts and not part.is_table_wise] * 3] * (count > 0)
     bags.pad(Bound(5, None))
+    bags._order.zero_()
     held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
     assert bags.sent == [2 + 5 + its * 3 for its in held]
     assert bags.requested.shape == (sum(bags.sent),)
@@ -394,6 +397,26 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     assert scale is None or scale.shape == (15,)
     sent = bags.sent_weights(torch.zeros(count))
     assert sent is None if not part.is_table_wise else sent.shape == (15,)
+
+
+@pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated(), {"t1": TableWise(), "t2": Replicated()}])
+@pytest.mark.parametrize("samples", [(3, 3), (4, 2), (0, 0)])
+@pytest.mark.parametrize("rows", [None, 4])
+def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, samples, rows):
+    tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(3)]
+    parts = parts_of(Layout(tables, 2, sharding), (0, 1, 2), [0, 8, 16])
+    order = RequestLayout(parts, 0, 2, torch.device("cpu"))
+    pooled = [(p, k, f, 0) for f, (p, k) in enumerate(order.pooled)]
+    joiner = Joiner(parts, 2, order.order.tolist(), pooled, torch.device("cpu"))
+    bounds = [Bound(5, rows)] * len(parts)
+    messages = [torch.zeros(sum(part.message), dtype=torch.int64) for part in order.of(samples, bounds).parts]
+    joined = joiner.join(messages, samples, bounds)
+    bags = len(pooled) * sum(samples)
+    assert (joined.ids.shape, joined.row.shape) == ((10 * len(parts),), (10 * len(parts),))
+    assert joined.begins.shape == (bags + (bags > 0),)
+    is_row_wise = not parts[0].is_table_wise
+    assert joined.picked.shape == (is_row_wise * (10 if rows is None else 8),)
+    assert {*launched} == {"pieces_find", "marks_write", "ids_join"} | ({"bags_place"} if bags else set())
 
 
 def test_norms_of_gradients_are_launched_as_they_fit(launched):

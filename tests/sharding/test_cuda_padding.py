@@ -4,6 +4,7 @@ TIEREDEMB_REQUIRE_CUDA=1 fails."""
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,26 +12,55 @@ from devices import equal
 from sharding.ranks import SHAPES
 from sharding.test_padded_requests import BOUND, RANKS, messages_of, request_of
 
-from tieredemb.sharding.device_padding import join_messages, pad_bags
+import tieredemb as te
+from tieredemb.sharding.bags import parts_of
+from tieredemb.sharding.device_padding import Joiner, Sender, pad_bags
+from tieredemb.sharding.header import Bound
+from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, firsts_of, message, plain_ids, read
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
+SHARDINGS = ["rows", "tables", "copies", "every other", "one rank"]
+
+
 @pytest.mark.parametrize("rows", [None, BOUND - 7])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize(("rank", "shape"), list(product(range(RANKS), SHAPES)))
-def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
+def test_messages_are_joined_as_by_arithmetic(rank, shape, sharding, rows):
+    """What lies behind the ids is in no bag, and has no part in anything."""
     with torch.device("cpu"):
-        parts, received = messages_of(rank, "rows", shape, rows)
-        request = request_of(parts, received, rank, knows_ends=False, rows=rows)
-    features, stack = len(parts[0].space.features), request.batch.stack
-    its = join_messages(received[0].cuda(), ranks=RANKS, features=features, bound=BOUND, rows=rows)
-    assert equal(its.edges.cpu(), request.batch.offsets)
-    assert equal(its.ids.cpu(), request.batch.ids)
-    assert equal(its.row.cpu(), stack.row)
-    assert equal(its.picked.cpu(), stack.picked)
-    assert equal(its.joined.cpu(), request._joined)
-    assert equal(its.entry.cpu(), request._entry[0])
+        parts, received = messages_of(rank, sharding, shape, rows)
+        known = request_of(parts, received, rank, rows=rows)
+    its = request_of(parts, [values.cuda() for values in received], rank, device="cuda", rows=rows)
+    count, length = len(known.batch.ids), len(its.batch.ids)
+    assert length == RANKS * BOUND * len(parts)
+    assert equal(its.batch.offsets.cpu(), known.batch.offsets)
+    assert equal(its.batch.ids[:count].cpu(), known.batch.ids)
+    for number in range(len(parts)):
+        assert equal(its._entry(number)[:count].cpu(), known._entry(number))
+        assert bool((its._entry(number)[count:] == RANKS * BOUND).all())
+    mine, stack = its.batch.stack, known.batch.stack
+    assert (mine.bags, mine.rows) == (stack.bags, stack.rows)
+    assert equal(mine.row[:count].cpu(), stack.row)
+    assert bool((mine.row[count:] >= stack.bags).all())  # of no bag
+    assert bool((mine.row < stack.rows).all())
+    for run, other in zip(mine.runs, stack.runs, strict=True):
+        assert (run.rows, run.mode) == (other.rows, other.mode)
+        assert equal(run.edges.cpu(), other.edges)
+    assert equal(mine.picked[: len(stack.picked)].cpu(), stack.picked)
+    assert bool((mine.picked <= max(0, count - 1)).all())
+    weighed, of_device = [], []
+    with torch.device("cpu"):
+        grads = [[torch.randn(sum(part.grads), 4)] for part in known.parts]
+        for part, each in zip(known.parts, grads, strict=True):
+            each += [] if part.is_table_wise else [torch.randn(RANKS * BOUND)]
+        expected = known.gradient(SimpleNamespace(weigh=weighed.append), grads)
+    given = [[values.cuda() for values in each] for each in grads]
+    assert equal(its.gradient(SimpleNamespace(weigh=of_device.append), given).cpu(), expected)
+    for of_known, each in zip(weighed, of_device, strict=True):
+        assert equal(each[:count].cpu(), of_known)
 
 
 SIZES = [(1, 1, 1), (1, 1, 500), (2, 26, 1000), (3, 2000, 900), (8, 5, 37), (40, 3, 64), (300, 40, 20)]
@@ -42,6 +72,19 @@ GIVEN = {  # how many ids of each feature are requested from each rank, and how 
     "one has too many": ([[4, 5], [7, 8]], 9),
     "all have too many": ([[1000, 1000], [1000, 1000]], 9),
 }
+
+
+def row_wise(ranks, features):
+    """A part of so many tables."""
+    tables = [te.TableConfig(name=f"t{t}", num_embeddings=9, embedding_dim=4) for t in range(features)]
+    (part,) = parts_of(Layout(tables, ranks), range(features), [4 * t for t in range(features)])
+    return part
+
+
+def joined(values, ranks, features, bound, rows):
+    """What is joined of a single message from each rank."""
+    joiner = Joiner([row_wise(ranks, features)], ranks, range(features), [], torch.device("cuda"))
+    return joiner.join([values], [0] * ranks, [Bound(bound, rows)])
 
 
 def drawn(ranks, features, bound):
@@ -78,13 +121,11 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
         picked = torch.zeros(ranks * (rows if once else bound) + 1, dtype=torch.int64)
         picked.index_copy_(0, destination, torch.arange(len(entries)))
         edges, n = torch.cat([torch.zeros(1, dtype=torch.int64), received.counts.sum(0).cumsum(0)]), len(entries)
-    its = join_messages(values.cuda(), ranks=ranks, features=features, bound=bound, rows=rows)
+    its = joined(values.cuda(), ranks, features, bound, rows)
     assert equal(its.edges.cpu(), edges)
-    assert equal(its.entry[:n].cpu(), entries)
     assert equal(its.joined[:n].cpu(), entries)
     assert equal(its.row[:n].cpu().long(), entries)
-    assert bool((its.entry[n:] == ranks * bound).all())
-    assert bool(((its.joined[n:] >= 0) & (its.joined[n:] < ranks * bound)).all())
+    assert bool((its.joined[n:] == ranks * bound).all())
     assert bool((its.row[n:] == ranks * bound - 1).all())
     assert equal(its.ids[:n].cpu(), plain_ids(received.ids)[entries])
     assert equal(its.picked.cpu(), picked[:-1])
@@ -93,8 +134,8 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
 def test_whatever_was_received_nothing_lies_beyond_a_block():
     for counts in ([-5, 3], [2**62, 2**62], [-(2**63), 2**63 - 1]):
         values = torch.tensor([*counts, *range(9)] * 2).cuda()
-        its = join_messages(values, ranks=2, features=2, bound=9, rows=4)
-        assert bool(((its.joined >= 0) & (its.joined < 18) & (its.row >= 0) & (its.row < 18)).all())
+        its = joined(values, 2, 2, 9, 4)
+        assert bool(((its.joined >= 0) & (its.joined <= 18) & (its.row >= 0) & (its.row < 18)).all())
         assert bool((its.edges.diff() >= 0).all())
         assert int(its.edges[-1]) <= 18
 
@@ -114,7 +155,8 @@ def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
         beside = torch.full((ranks, 2 * features + 3), 77)  # of another part
         beside[:, 1 : 1 + 2 * features] = counts
     on_gpu, its = beside.cuda()[:, 1 : 1 + 2 * features], its.cuda()
-    padded = pad_bags(on_gpu, features, order.cuda(), ids.cuda(), its, bound=bound, rows=rows)
+    sender, none = Sender(row_wise(ranks, features), torch.device("cuda")), torch.zeros(1, dtype=torch.int64).cuda()
+    padded = pad_bags(sender, on_gpu, order.cuda(), ids.cuda(), its, none, bound=Bound(bound, rows), samples=0)
     assert equal(padded.order.cpu(), of_ids.pad(order))
     assert equal(padded.values.cpu(), message(counts[:, :features], of_ids.pad(ids)).values)
     assert equal(its.cpu(), expected)

@@ -1,11 +1,9 @@
-"""Requests to one rank in messages of one size: what a host finds in them, and what is found where no host knows how
-many ids were received, as on a GPU."""
+"""Requests to one rank in messages of one size: what a host finds in them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from devices import equal
@@ -41,57 +39,18 @@ def messages_of(rank, sharding, shape, rows=None):
     return parts, [torch.cat(its) for its in received]
 
 
-def request_of(parts, received, rank, *, knows_ends, rows=None):
-    requests = RequestLayout(parts, rank, RANKS, torch.device("cpu"))
-    requests.knows_ends = knows_ends
+def request_of(parts, received, rank, *, device="cpu", rows=None):
+    requests = RequestLayout(parts, rank, RANKS, torch.device(device))
     request = requests.of([some(other) for other in range(RANKS)], [Bound(BOUND, rows)] * len(parts))
     assert [len(values) for values in received] == [sum(part.message) for part in request.parts]
     request.take(received)
     return request
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other", "one rank"])
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank, sharding, shape):
-    parts, received = messages_of(rank, sharding, shape)
-    known, unknown = (request_of(parts, received, rank, knows_ends=each) for each in (True, False))
-    count, length = len(known.batch.ids), len(unknown.batch.ids)
-    assert length == RANKS * BOUND * len(parts)
-    assert count == int(known.batch.offsets[-1])
-    assert equal(unknown.batch.ids[:count], known.batch.ids)
-    assert equal(unknown.batch.offsets, known.batch.offsets)
-    stack, its = unknown.batch.stack, known.batch.stack
-    assert (stack.bags, stack.rows) == (its.bags, its.rows)
-    assert equal(stack.row[:count], its.row)
-    assert bool((stack.row[count:] >= its.bags).all())  # of no bag
-    assert bool((stack.row < stack.rows).all())
-    for run, other in zip(stack.runs, its.runs, strict=True):
-        assert (run.rows, run.mode) == (other.rows, other.mode)
-        assert equal(run.edges, other.edges)
-    assert equal(stack.picked[: len(its.picked)], its.picked)
-    assert bool((stack.picked <= max(0, count - 1)).all())
-    rng = np.random.default_rng(0)
-
-    def randn(*shape):
-        return torch.from_numpy(rng.standard_normal(shape)).float()
-
-    grads = [[randn(sum(part.grads), 4)] for part in known.parts]
-    for part, each in zip(known.parts, grads, strict=True):
-        each += [] if part.is_table_wise else [randn(RANKS * BOUND)]
-    weighed = []
-    call = SimpleNamespace(weigh=weighed.append)
-    mine, theirs = known.gradient(call, grads), unknown.gradient(call, grads)
-    assert equal(theirs, mine)
-    assert len(theirs) == stack.rows
-    if weighed:
-        assert equal(weighed[1][:count], weighed[0])
-
-
 @pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other"])
 def test_a_deferred_update_reads_nothing_of_a_later_forward(sharding):
     parts, received = messages_of(1, sharding, "some equal")
-    request = request_of(parts, received, 1, knows_ends=False)
+    request = request_of(parts, received, 1)
     mine, stack = request.separated(), request.batch.stack
     assert len({identity(each.batch.given) for each in (request, mine, request.separated())}) == 3
     kept = [run.edges.clone() for run in stack.runs]
@@ -111,8 +70,8 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     the output is where its gradient will be."""
     rows = BOUND - 7
     parts, received = messages_of(rank, sharding, shape, rows)
-    request = request_of(parts, received, rank, knows_ends=False, rows=rows)
-    plain = request_of(*messages_of(rank, sharding, shape), rank, knows_ends=False)
+    request = request_of(parts, received, rank, rows=rows)
+    plain = request_of(*messages_of(rank, sharding, shape), rank)
     count, stack = int(plain.batch.offsets[-1]), request.batch.stack
     assert equal(request.batch.ids[:count], plain.batch.ids[:count])
     assert equal(request.batch.offsets, plain.batch.offsets)

@@ -57,6 +57,7 @@ MOST_COPIED = 16  # tensors that one launch copies
 
 # ids that ranks send each other: see sharding/peer_exchange.py
 REGION_HEAD = 2  # words before the blocks of a region
+MOST_PARTS = 3  # of the tables of one width: row-wise, table-wise and replicated ones
 
 # exact sums, int64: digits of 32 bits, then how many infinities and NaNs are in it; see lookup/exact_sum.py
 EXACT_DIGITS = 66  # 32 bits each: all bits of a float64, and some for a carry

@@ -35,7 +35,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "plan": (
         *("tensors_copy", "bags_join", "offsets_check", "bags_fill", "bags_number", "fault_tell"),
         *("owners_find", "order_find", "requests_place"),
-        *("blocks_begin", "bags_pad", "blocks_exchange", "pieces_find", "firsts_mark", "ids_join"),
+        *("blocks_begin", "bags_pad", "blocks_exchange", "pieces_find", "marks_write", "bags_place", "ids_join"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_resolve"),
         *("missed_place", "homes_count", "range_find", "range_begin"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),

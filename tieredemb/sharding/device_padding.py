@@ -1,19 +1,21 @@
-"""Exchanges of one size on a GPU, of row-wise tables: a few kernels do what `padding` and `request` do by operations on
-tensors, each of which is a launch.
-
-A captured step had to wait for some ninety launches one after the other. Kernels replace them where different rows come
-back once; those for received messages also need a width without table-wise tables.
+"""Exchanges of one size on a GPU: a few kernels do what `padding` and `request` do on a CPU by operations on tensors, of
+which each would be a launch.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from tieredemb.kernels.arguments import struct_type
+from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.kernels.constants import MOST_PARTS
 from tieredemb.kernels.streams import on_device
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.header import Bound
 
 PADDING = "sharding/padding.cu"  # compiled as one
 THREADS, IN_ONE_BLOCK, IN_ONE_WARP = 256, 1024, 32
@@ -24,74 +26,163 @@ def prepare(device: torch.device) -> None:
     kernel(PADDING, "blocks_begin").prepare(device.index)
 
 
+def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The numbers as a tensor, int64. In a capture they are copied at each replay, from memory that stays."""
+    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    _UPLOADED.append(torch.tensor(numbers, dtype=torch.int64, device="cpu").pin_memory())
+    return _UPLOADED[-1].to(device, non_blocking=True)
+
+
+_UPLOADED: list[torch.Tensor] = []  # by graphs, which may be replayed for as long as the process lives
+
+
+class Sender:
+    """What messages for one `part` have in common."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.part = part
+        self.receivers = part.ranks * part.copies
+        held = list(itertools.accumulate(part.held * part.copies, initial=0)) if part.is_table_wise else []
+        self.held = [after - before for before, after in itertools.pairwise(held)] or [0] * self.receivers
+        self._before = upload(held, device) if held else 0
+        self._by_rank = torch.from_numpy(part.by_rank).to(device) if held else 0
+
+    def bags(self, offsets: torch.Tensor, samples: int) -> StructValue:
+        """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,)."""
+        return struct_type(PADDING, "SentBags")(
+            held=self._before, by_rank=self._by_rank, offsets=offsets, batch=samples, copies=self.part.copies
+        )
+
+    def sizes(self, bound: int, samples: int) -> list[int]:
+        """How many values each rank is sent."""
+        return [len(self.part.space.features) + bound + held * samples for held in self.held]
+
+
 class PaddedBags(NamedTuple):
-    """Requests in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64 (W · (F +
-    bound),), as in a `padding.Message`."""
+    """Requests in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64 (M,), as in a
+    `padding.Message`."""
 
     order: torch.Tensor
     values: torch.Tensor
 
 
 def pad_bags(
+    sender: Sender,
     counts: torch.Tensor,
-    features: int,
     order: torch.Tensor,
     ids: torch.Tensor,
     homes: torch.Tensor,
+    offsets: torch.Tensor,
     *,
-    bound: int,
-    rows: int,
+    bound: Bound,
+    samples: int,
 ) -> PaddedBags:
-    """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound` for each; see `Padding.pad` and
-    `message`. Makes `homes`, int32 (N,), which are numbers of rows, those of entries, where each rank sends `rows`; see
-    `Padding.move`. `counts`: int64 (W, columns), how many ids of each of the `features` are requested of each rank, and
-    behind those how many rows. Does not synchronise."""
-    ranks, device = counts.shape[0], counts.device
+    """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound.ids` for each; see `Padding.pad`
+    and `message`. Makes `homes`, int32 (N,), which are numbers of rows, those of entries; see `Padding.move`, and where
+    a row comes back for each id `Padding.place`. `counts`: int64 (W, columns), how many ids of each feature are
+    requested of each rank, and behind those how many rows; of a feature without any, bags are sent as empty ·
+    `offsets`: int64 (F · B + 1,), of all bags. Does not synchronise."""
+    ranks, device, features = sender.part.ranks, counts.device, len(sender.part.space.features)
     begins = counts.new_empty((2, ranks + 1))
-    padded, values = counts.new_empty(ranks * bound), counts.new_empty(ranks * (features + bound))
+    padded, values = counts.new_empty(ranks * bound.ids), counts.new_empty(sum(sender.sizes(bound.ids, samples)))
     with on_device(device):
         kernel(PADDING, "blocks_begin")(1, IN_ONE_WARP, counts.data_ptr(), counts.stride(0), ranks, features, begins)
         kernel(PADDING, "bags_pad")(
             blocks_for(max(len(values), len(homes)), THREADS), THREADS, counts.data_ptr(), counts.stride(0), features,
-            begins, ranks, bound, rows, order, len(order), ids, len(ids), homes, len(homes), padded, values,
+            begins, ranks, bound.ids, -1 if bound.rows is None else bound.rows, order, len(order), ids, len(ids), homes,
+            len(homes), sender.bags(offsets, samples), padded, values,
         )  # fmt: skip
     return PaddedBags(padded, values)
 
 
 class Joined(NamedTuple):
     """What all ranks have sent, in the order of one process: feature by feature, and in these rank by rank. `edges`:
-    int64 (F + 1,), where features begin and end · `joined`: int64 (W · bound,), the entry of each id · `entry`: the
-    same, and W · bound behind the last id · `ids`: int64 (W · bound,) · `row`: int32 (W · bound,), the row of the
-    output, which is at the entry · `picked`: int64 (K,), which ids have the rows that go back."""
+    int64 (F + 1,), where features begin and end · `joined`: int64 (N,), the entry of each id among those of all parts,
+    and N behind the last id · `ids`: int64 (N,) · `row`: int32 (N,), the row of the output · `picked`: int64 (K,),
+    which ids have the rows that go back · `begins`: int64 (bags + runs,), where bags begin among all ids, and each run
+    ends."""
 
     edges: torch.Tensor
     joined: torch.Tensor
-    entry: torch.Tensor
     ids: torch.Tensor
     row: torch.Tensor
     picked: torch.Tensor
+    begins: torch.Tensor
 
 
-def join_messages(values: torch.Tensor, *, ranks: int, features: int, bound: int, rows: int | None) -> Joined:
-    """Sorts received messages, int64 (W · (F + bound),). `rows`: how many go back to each rank, if not one for each
-    entry. Does not synchronise."""
-    device, entries, pieces = values.device, ranks * bound, ranks * features
-    messages = struct_type(PADDING, "Messages")(values=values.contiguous(), bound=bound, ranks=ranks, features=features)
-    ends, shift, each = values.new_empty(pieces), values.new_empty(pieces), values.new_empty(ranks)
-    edges, joined, entry, ids = (values.new_empty(n) for n in (features + 1, entries, entries, entries))
-    row = torch.empty(entries, dtype=torch.int32, device=device)
-    picked = values.new_empty(entries if rows is None else ranks * rows)
-    firsts: torch.Tensor | int = 0
-    blocks = blocks_for(max(entries, len(picked)), THREADS)
-    with on_device(device):
-        kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, messages, ends, shift, edges, each)
-        if rows is not None:
-            is_first = torch.empty_like(row)
-            kernel(PADDING, "firsts_mark")(blocks, THREADS, messages, each, is_first, picked, len(picked))
-            firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
-        else:
-            picked.zero_()
-        kernel(PADDING, "ids_join")(
-            blocks, THREADS, messages, ends, shift, firsts, rows or 0, joined, entry, ids, row, picked
-        )
-    return Joined(edges, joined, entry, ids, row, picked)
+class Joiner:
+    """Joins what all ranks have sent for the `parts` of one width. `order`: of each feature, in the order of the
+    collection, its position among those of all parts, one after the other · `pooled`: of each feature whose bags are
+    pooled here, in that order, the part, the position among that part's, the position among all features, and the
+    number of its run."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        ranks: int,
+        order: Sequence[int],
+        pooled: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        self._ranks, self._device, self._features = ranks, device, [len(part.space.features) for part in parts]
+        self._is_row_wise = not parts[0].is_table_wise  # the first one, if any
+        self._held = [sum(part == p for part, *_ in pooled) for p in range(len(parts))]
+        self._bags, self._runs = len(pooled), pooled[-1][-1] + 1 if pooled else 0  # of each sample; in all
+        number = {feature: h for h, (_, _, feature, _) in enumerate(pooled)}
+        columns = [each for column in zip(*pooled, strict=True) for each in column]
+        self._pooled = struct_type(PADDING, "Pooled")(
+            place=upload(sorted(range(len(order)), key=order.__getitem__), device),
+            number=upload([number.get(f, -1) for f in range(len(order))], device),
+            pooled=upload(columns, device) if pooled else 0, count=len(pooled),
+        )  # fmt: skip
+
+    def join(self, messages: Sequence[torch.Tensor], samples: Sequence[int], bounds: Sequence[Bound]) -> Joined:
+        """Joins the received `messages`, int64 (M,), one for each part, from ranks that have so many `samples`. Does
+        not synchronise."""
+        ranks, device, features, empty = self._ranks, self._device, sum(self._features), messages[0].new_empty
+        given = self._messages(messages, bounds)
+        starts: torch.Tensor | int = 0
+        if any(each != samples[0] for each in samples):
+            starts = upload([*itertools.accumulate(samples, initial=0)], device)
+        of = struct_type(PADDING, "Samples")(starts=starts, each=samples[0], ranks=ranks)
+        entries, bags = ranks * sum(bound.ids for bound in bounds), self._bags * sum(samples)
+        back, rows, firsts = 0, -1, 0  # all rows that go back, those to each rank, and the entries that may have them
+        if self._is_row_wise:
+            rows = bounds[0].rows or 0
+            back, firsts = ranks * (rows or bounds[0].ids), ranks * bounds[0].ids * (rows > 0)
+        ends, shift, ids_of_blocks = empty(ranks * features), empty(ranks * features), empty(MOST_PARTS * ranks)
+        edges, joined, ids, picked = empty(features + 1), empty(entries), empty(entries), empty(back)
+        begins = empty(bags + self._runs if bags else 0)
+        row, marks = (torch.empty(n, dtype=torch.int32, device=device) for n in (entries, firsts + bags))
+        of_bags, of_ids = blocks_for(max(1, bags), THREADS), blocks_for(max(1, entries), THREADS)
+        with on_device(device):
+            kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, *given, of, self._pooled, ends, shift, edges, ids_of_blocks)
+            kernel(PADDING, "marks_write")(
+                blocks_for(max(1, back, len(marks)), THREADS), THREADS, *given, of, self._pooled, ids_of_blocks, firsts,
+                marks, picked, back,
+            )  # fmt: skip
+            sums = torch.cumsum(marks, 0, dtype=torch.int32) if len(marks) else marks
+            if bags:
+                kernel(PADDING, "bags_place")(of_bags, THREADS, of, self._pooled, edges, firsts, sums, begins)
+            kernel(PADDING, "ids_join")(
+                of_ids, THREADS, *given, of, self._pooled, ends, shift, sums, begins, rows, joined, ids, row, picked
+            )
+        return Joined(edges, joined, ids, row, picked, begins)
+
+    def _messages(self, messages: Sequence[torch.Tensor], bounds: Sequence[Bound]) -> list[StructValue]:
+        """As kernels take them."""
+        made, start, first = list[StructValue](), 0, 0
+        for k in range(MOST_PARTS):
+            values: torch.Tensor | int = 0
+            bound = features = held = 0
+            if k < len(messages):
+                values, bound = messages[k].contiguous(), bounds[k].ids
+                features, held = self._features[k], self._held[k]
+            made.append(
+                struct_type(PADDING, "Messages")(
+                    values=values, bound=bound, start=start, features=features, held=held, first=first
+                )
+            )
+            start, first = start + self._ranks * bound, first + features
+        return made

@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, halves_of, largest_requests
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, copied, message, plain_ids, table_wise_sizes
+from tieredemb.sharding.padding import copied, table_wise_sizes
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -65,7 +65,7 @@ def chunks_of(n: int) -> int:
 class GpuPart:
     """What the bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
     kernels that pool received rows. `columns`: int64 (F·D,), the output columns of bags of table-wise tables, by rank
-    and feature · `by_rank`: int64 (F,), see `Part`."""
+    and feature · `sender`: see there."""
 
     def __init__(self, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -88,20 +88,17 @@ class GpuPart:
         self._columns_fit = not (space.column % self._vector).any()
         by_rank = space.column[part.by_rank]
         self.columns = upload((by_rank[:, None] + np.arange(space.width)).ravel())
-        self.by_rank = upload(part.by_rank)
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
-        if not self.is_table_wise:
-            device_padding.prepare(device)
+        device_padding.prepare(device)
+        self.sender = device_padding.Sender(part, device)
 
     def find(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
         """Finds what `bags` request; adds to their `counts`, int64 (W, 2 F) (`largest_requests`). `finds_firsts`:
         whether ids that were requested before are inverted. Does not synchronise."""
         order, requested = self._find_requests(bags, counts, finds_firsts=finds_firsts and not self.is_table_wise)
-        if not self.is_table_wise:
-            return GpuBags(self, bags, order, requested, counts)
-        return GpuTableWiseBags(self, bags, order, requested, counts, self._lengths(bags))
+        return (GpuTableWiseBags if self.is_table_wise else GpuBags)(self, bags, order, requested, counts)
 
     def count(self, bags: DeviceBags, counts: torch.Tensor) -> None:
         """Adds to `counts` as `find` does, but counts ids alone. Does not synchronise."""
@@ -167,13 +164,6 @@ class GpuPart:
             blocks, THREADS, owner, local, n, self.ranks, cells, cell, place, firsts, requested, bags.homes
         )
         return order, requested
-
-    def _lengths(self, bags: DeviceBags) -> torch.Tensor:
-        """How many ids of each bag are requested: int64 (F, B)."""
-        before = torch.zeros(bags.homes.shape[0] + 1, dtype=torch.int64, device=bags.homes.device)
-        torch.cumsum(bags.homes >= 0, 0, out=before[1:])
-        offsets = bags.offsets.clamp(0, bags.homes.shape[0])  # they may be wrong, which the host reads later
-        return before[offsets].diff().view(len(self.owner), bags.batch)
 
     def gradient(
         self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, divisor: float
@@ -245,37 +235,18 @@ class GpuBags:
         self._rows: torch.Tensor | None = None
 
     def pad(self, bound: Bound) -> None:
-        if bound.rows is None:
-            self._pad_each(bound)
-            return
-        features, ranks = len(self._part.owner), self._part.ranks
-        self.ids, self.grads, self.back = [bound.ids] * ranks, [bound.ids] * ranks, [bound.rows] * ranks
-        self.sent = [features + bound.ids] * ranks
+        sender, bags = self._part.sender, self._bags
+        self.ids = [bound.ids] * sender.receivers
+        self.back, self.grads = self._sizes(bound)
+        self.sent = sender.sizes(bound.ids, bags.batch)
         self._order, self.requested = device_padding.pad_bags(
-            self._counts,
-            features,
-            self._order,
-            self._requested_rows,
-            self._bags.homes,
-            bound=bound.ids,
-            rows=bound.rows,
-        )
+            sender, self._counts, self._order, self._requested_rows, bags.homes, bags.offsets, bound=bound,
+            samples=bags.batch,
+        )  # fmt: skip
 
-    def _pad_each(self, bound: Bound) -> None:
-        """The same, where a row comes back for each id, or none does."""
-        part = self._part.part
-        counts = self._counts[: part.ranks, : len(part.owner)]
-        padding = Padding(counts.sum(1), bound.ids)
-        padding.place(self._bags.homes, self._order)
-        self._order = padding.pad(self._order)
-        self.ids = self.grads = self.back = [bound.ids] * (part.ranks * part.copies)
-        self._send(counts, padding.pad(plain_ids(self._requested_rows)))
-
-    def request_if(self, is_good: torch.Tensor) -> None:
-        """Requests nothing unless it `is_good`, bool (1,) on the device. Where it is not, `counts` are zero already."""
-
-    def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        self.requested, self.sent = message(counts, ids)
+    def _sizes(self, bound: Bound) -> tuple[list[int], list[int]]:
+        """`back` and `grads`."""
+        return [bound.row_count] * self._part.ranks, self.ids
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -361,30 +332,9 @@ class GpuTableWiseBags(GpuBags):
     """See `Bags`: of table-wise tables. Padding ids are not sent, unless their row is to be scaled: a bag is as long as
     it has ids to look up."""
 
-    def __init__(
-        self,
-        part: GpuPart,
-        bags: DeviceBags,
-        order: torch.Tensor,
-        requested: torch.Tensor,
-        counts: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
-        """`lengths`: int64 (F, B), how many ids of each bag are requested."""
-        super().__init__(part, bags, order, requested, counts)
-        self._lengths = lengths
-
-    def pad(self, bound: Bound) -> None:
-        self._pad_each(bound)
-
-    def request_if(self, is_good: torch.Tensor) -> None:
-        self._lengths.mul_(is_good)
-
-    def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
+    def _sizes(self, bound: Bound) -> tuple[list[int], list[int]]:
         part = self._part.part
-        self.back, self.grads = table_wise_sizes(part.held, part.copies, self._bags.batch)
-        lengths = self._lengths.index_select(0, self._part.by_rank)
-        self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
+        return table_wise_sizes(part.held, part.copies, self._bags.batch)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
@@ -411,13 +361,6 @@ class GpuTableWiseBags(GpuBags):
         if divisor != 1.0:  # by a tensor, as torch would multiply by the inverse of a number
             rows = rows / torch.full((1,), divisor, dtype=torch.float32, device=grad.device)
         return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors(), self._lengths]
-
-    def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().relocate(put)
-        self._lengths = self.requested  # they are sent, too
 
 
 class GpuFinder:
@@ -449,13 +392,10 @@ class GpuFinder:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts), name)
         return found, words[words_of("Fault") :]
 
-    def drop_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
-        """Requests nothing of a batch that is wrong somewhere, as `words` on the device say: the host may read that
-        after an exchange. Does not synchronise."""
-        good = is_good(words)
-        words[words_of("Report") :].mul_(good)
-        for bags in found:
-            bags.request_if(good)
+    def drop_faulty(self, words: torch.Tensor) -> None:
+        """Requests nothing of a batch that is wrong somewhere, as `words` on the device say, which have its counts: the
+        host may read that after an exchange. Does not synchronise."""
+        words[words_of("Report") :].mul_(is_good(words))
 
     def read_report(self, words: torch.Tensor) -> list[LargestRequest]:
         report = words_of("Report")

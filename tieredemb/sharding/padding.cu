@@ -1,18 +1,39 @@
-// Exchanges of one size, on a GPU: what `padding` and `request` do by operations on tensors, for row-wise tables.
+// Exchanges of one size, on a GPU: what `padding` and `request` do on a CPU by operations on tensors.
 //
 // The requests to a rank lie in a block of `bound` entries, of which the first are ids. A message has, for each rank,
-// the number of ids of each feature, and the block.
+// the number of ids of each feature, the block, and how many ids each bag has that the rank pools: of `held` features.
 #include "common.cuh"
 
-struct Messages {
-    const i64 *values;  // (ranks · (features + bound),)
-    i64 bound;
-    int ranks, features;
+// How many samples the `ranks` have: `each`, or, where `starts` (ranks + 1,) is given, as many as lie between two starts.
+struct Samples {
+    const i64 *starts;
+    i64 each;
+    int ranks;
 };
 
-__device__ __forceinline__ const i64 *message_of(const Messages &received, i64 rank) {
-    return received.values + rank * (received.features + received.bound);
+__device__ __forceinline__ i64 samples_before(const Samples &samples, i64 rank) {
+    return samples.starts ? samples.starts[rank] : rank * samples.each;
 }
+
+// The messages of all ranks for one part, whose entries begin at `start` among those of all parts, and its features at
+// `first`. Where there are fewer parts, the others have no features.
+struct Messages {
+    const i64 *values;
+    i64 bound, start;
+    int features, held, first;
+};
+
+__device__ __forceinline__ const i64 *message_of(const Messages &part, const Samples &samples, i64 rank) {
+    return part.values + rank * (part.features + part.bound) + part.held * samples_before(samples, rank);
+}
+
+// What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
+// positions in that order · `number` (F,): of those whose bags are pooled here, which one each is, else −1 · `pooled`
+// (4, ·): of these, the part, the position among the part's, the position among all features, and the number of the run.
+struct Pooled {
+    const i64 *place, *number, *pooled;
+    int count;
+};
 
 // The first of `ends`, ascending, that is greater than `number`, or their count.
 __device__ __forceinline__ int upper_bound(const i64 *ends, int count, i64 number) {
@@ -43,23 +64,59 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
     }
 }
 
-// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank.
-// The rest of a block has copies of some value. Homes of occurrences, which are numbers of rows, become entries, where
-// each rank sends `rows`. Moves 32 bytes an entry, and 8 an occurrence.
+// What is sent of bags that others pool. `held` (receivers + 1,): how many features come before those that each receiver
+// pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `copies`: how many ranks get
+// each message. Null where bags are pooled here.
+struct SentBags {
+    const i64 *held, *by_rank, *offsets;
+    i64 batch;
+    int copies;
+};
+
+// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank,
+// and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
+// numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
+// inverted. Features of which nothing is requested have bags without ids. Moves 32 bytes an entry, 8 an occurrence, and
+// 24 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
-    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, i64 *padded, i64 *values) {
+    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {
     wait_for_prior_kernel();
-    const i64 length = features + bound;
-    for (i64 k = thread_index(); k < ranks * length; k += thread_count()) {
-        const i64 rank = k / length, at = k - rank * length;
+    const i64 length = features + bound, receivers = (i64)ranks * bags.copies;
+    for (i64 k = thread_index(); k < receivers * length; k += thread_count()) {
+        const i64 receiver = k / length, rank = receiver % ranks, at = k - receiver * length;
+        const i64 to = k + (bags.held ? bags.held[receiver] * bags.batch : 0);
         if (at < features) {
-            values[k] = counts[rank * stride + at];
+            values[to] = counts[rank * stride + at];
             continue;
         }
-        const i64 from = begins[rank] + at - features;
-        values[k] = n_ids ? ids[from < n_ids ? from : n_ids - 1] : 0;
-        padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
+        const i64 from = begins[rank] + at - features, id = n_ids ? ids[from < n_ids ? from : n_ids - 1] : 0;
+        values[to] = rows < 0 ? id ^ (id >> 63) : id;
+        if (receiver < ranks) {
+            padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
+        }
+    }
+    const i64 n_bags = bags.held ? features * bags.batch : 0;
+    for (i64 k = thread_index(); k < n_bags; k += thread_count()) {
+        const int j = (int)(k / bags.batch), rank = ranks > 1 ? upper_bound(bags.held + 1, ranks, j) : 0;
+        const i64 f = bags.by_rank[j], bag = f * bags.batch + k - j * bags.batch;
+        i64 count = 0;
+        if (counts[rank * stride + f]) {
+            const i64 end = bags.offsets[bag + 1] < n_homes ? bags.offsets[bag + 1] : n_homes;
+            for (i64 i = bags.offsets[bag] > 0 ? bags.offsets[bag] : 0; i < end; i++) count += homes[i] >= 0;
+        }
+        for (int copy = 0; copy < bags.copies; copy++) {
+            values[(rank + copy + 1) * length + ((i64)copy * features) * bags.batch + k] = count;
+        }
+    }
+    if (rows < 0) {
+        const i64 n = begins[ranks] < n_order ? begins[ranks] : n_order;
+        for (i64 k = thread_index(); k < n; k += thread_count()) {
+            const int found = upper_bound(begins + 1, ranks, k), rank = found < ranks ? found : ranks - 1;
+            const i64 entry = k - begins[rank];
+            homes[order[k]] = (int)(rank * bound + (entry < bound ? entry : bound - 1));
+        }
+        return;
     }
     const i64 *first = begins + ranks + 1;
     for (i64 k = thread_index(); k < n_homes; k += thread_count()) {
@@ -75,32 +132,38 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
 
 // The ids of one rank and one feature are a piece; pieces lie feature by feature, and in these rank by rank. Writes
 // where each ends among all ids, `ends`, and how much further its ids lie among the entries, `shift`; where features
-// begin and end, `edges` (features + 1,); and how many ids each rank's block has, `ids` (ranks,). One block of 1,024
+// begin and end, `edges` (features + 1,); and how many ids each block has, `ids` (parts, ranks). One block of 1,024
 // threads.
-extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages received, i64 *ends, i64 *shift, i64 *edges,
+extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages a, Messages b, Messages c, Samples samples,
+                                                               Pooled pooled, i64 *ends, i64 *shift, i64 *edges,
                                                                i64 *ids) {
     wait_for_prior_kernel();
     __shared__ int so_far;
-    const int ranks = received.ranks, features = received.features;
-    for (int rank = threadIdx.x / 32; rank < ranks; rank += 32) {  // whatever was received, nobody reads beyond a block
+    const Messages parts[MOST_PARTS] = {a, b, c};
+    const int ranks = samples.ranks;
+    for (int k = threadIdx.x / 32; k < MOST_PARTS * ranks; k += 32) {
+        const Messages part = parts[k / ranks];
+        const int rank = k % ranks;
+        const i64 bound = part.bound;
         i64 done = 0;
-        for (int base = 0; base < features; base += 32) {
+        for (int base = 0; base < part.features; base += 32) {  // whatever was received, nobody reads beyond a block
             const int f = base + lane_index();
-            i64 own = f < features ? message_of(received, rank)[f] : 0;
-            own = own < 0 ? 0 : own < received.bound ? own : received.bound;
-            const i64 upto = done + sum_of_lanes(own), end = upto < received.bound ? upto : received.bound;
-            const i64 begin = upto - own < received.bound ? upto - own : received.bound;
-            if (f < features) {
-                ends[(i64)f * ranks + rank] = end - begin;
-                shift[(i64)f * ranks + rank] = rank * received.bound + begin;
+            i64 own = f < part.features ? message_of(part, samples, rank)[f] : 0;
+            own = own < 0 ? 0 : own < bound ? own : bound;
+            const i64 upto = done + sum_of_lanes(own), end = upto < bound ? upto : bound;
+            const i64 begin = upto - own < bound ? upto - own : bound;
+            if (f < part.features) {
+                const i64 piece = pooled.place[part.first + f] * ranks + rank;
+                ends[piece] = end - begin;
+                shift[piece] = part.start + rank * bound + begin;
             }
             done = __shfl_sync(FULL_WARP, end, 31);
         }
-        if (lane_index() == 0) ids[rank] = done;
+        if (lane_index() == 0) ids[k] = done;
     }
     if (threadIdx.x == 0) edges[0] = so_far = 0;
     __syncthreads();
-    const i64 pieces = (i64)features * ranks;
+    const i64 pieces = (i64)(a.features + b.features + c.features) * ranks;
     for (i64 base = 0; base < pieces; base += blockDim.x) {
         const i64 piece = base + threadIdx.x;
         const int own = piece < pieces ? (int)ends[piece] : 0, end = so_far + sum_of_threads(own);
@@ -115,43 +178,91 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages received
     }
 }
 
-// Writes 1 to `is_first` for each entry whose row goes back, as it is requested there first, else 0; and zeros to
-// `picked`, (n_picked,), which `ids_join` fills. `ids`: how many each rank's block has.
-extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages received, const i64 *ids, int *is_first,
+// Writes to `marks`, of which a running sum is made: for each of the `n_firsts` entries of part `a` 1 where its row goes
+// back, as it is requested there first, else 0; and behind these the lengths of all bags that are pooled here. Writes
+// zeros to `picked`, (n_picked,), which `ids_join` fills. `ids`: how many each block has.
+extern "C" __global__ void __launch_bounds__(256) marks_write(Messages a, Messages b, Messages c, Samples samples,
+                                                              Pooled pooled, const i64 *ids, i64 n_firsts, int *marks,
                                                               i64 *picked, i64 n_picked) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n_picked; k += thread_count()) picked[k] = 0;
-    for (i64 entry = thread_index(); entry < received.ranks * received.bound; entry += thread_count()) {
-        const i64 rank = entry / received.bound, at = entry - rank * received.bound;
-        is_first[entry] = at < ids[rank] && message_of(received, rank)[received.features + at] >= 0;
+    for (i64 entry = thread_index(); entry < n_firsts; entry += thread_count()) {
+        const i64 rank = entry / a.bound, at = entry - rank * a.bound;
+        marks[entry] = at < ids[rank] && message_of(a, samples, rank)[a.features + at] >= 0;
+    }
+    const Messages parts[MOST_PARTS] = {a, b, c};
+    const i64 all = samples_before(samples, samples.ranks);
+    for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
+        const i64 h = bag / all, at = bag - h * all;
+        const i64 rank = samples.starts ? upper_bound(samples.starts + 1, samples.ranks, at) : at / samples.each;
+        const Messages part = parts[pooled.pooled[h]];
+        const i64 before = samples_before(samples, rank), own = samples_before(samples, rank + 1) - before;
+        const i64 *lengths = message_of(part, samples, rank) + part.features + part.bound;
+        const i64 length = lengths[pooled.pooled[pooled.count + h] * own + at - before];
+        marks[n_firsts + bag] = (int)(length < 0 ? 0 : length < part.bound ? length : part.bound);
     }
 }
 
-// Sorts the ids by piece. Writes, for each position, the entry to `joined`, and to `entry`, which is `entries` behind
-// the last id; the id; and its row of the output. Writes to `picked`, which must be zero, the position of the id of each
-// row that goes back: one for each entry, or, where `firsts` is given, the running sum of `is_first`, one for each first
-// id, `rows` for each rank. Moves 36 bytes an entry, and 8 or 12 more at random.
-extern "C" __global__ void __launch_bounds__(256) ids_join(Messages received, const i64 *ends, const i64 *shift,
-                                                           const int *firsts, i64 rows, i64 *joined, i64 *entry,
-                                                           i64 *ids, int *row, i64 *picked) {
+// Writes where bags begin among all ids to `begins`, and where runs end: a run is as many neighbouring features as are
+// pooled alike. `sums`: the running sum of `marks`. No bag reads beyond its feature.
+extern "C" __global__ void __launch_bounds__(256) bags_place(Samples samples, Pooled pooled, const i64 *edges,
+                                                             i64 n_firsts, const int *sums, i64 *begins) {
     wait_for_prior_kernel();
-    const i64 entries = received.ranks * received.bound;
-    const int pieces = received.features * received.ranks;
+    const i64 all = samples_before(samples, samples.ranks);
+    const i64 *feature = pooled.pooled + 2 * pooled.count, *run = feature + pooled.count;
+    for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
+        const i64 h = bag / all, of_feature = n_firsts + h * all, of_bag = n_firsts + bag, end = edges[feature[h] + 1];
+        const i64 before = (of_bag ? sums[of_bag - 1] : 0) - (of_feature ? sums[of_feature - 1] : 0);
+        const i64 begin = edges[feature[h]] + before;
+        begins[bag + run[h]] = begin < end ? begin : end;
+        const bool is_last = bag == (h + 1) * all - 1 && (h + 1 == pooled.count || run[h + 1] != run[h]);
+        if (is_last) begins[bag + run[h] + 1] = end;
+    }
+}
+
+// Sorts the ids by piece. Writes, for each position, the entry among those of all parts to `joined`, which is their
+// number behind the last id; the id; and its row of the output: bags, and below them a row for each entry of part `a`,
+// if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position of the id of each row that goes
+// back: one for each entry, or, where `rows` is positive, one for each first id, `rows` for each rank. `begins`: of bags
+// (`bags_place`). Moves 28 bytes an entry, and 8 or 12 more at random.
+extern "C" __global__ void __launch_bounds__(256) ids_join(
+    Messages a, Messages b, Messages c, Samples samples, Pooled pooled, const i64 *ends, const i64 *shift,
+    const int *sums, const i64 *begins, i64 rows, i64 *joined, i64 *ids, int *row, i64 *picked) {
+    wait_for_prior_kernel();
+    const Messages parts[MOST_PARTS] = {a, b, c};
+    const int ranks = samples.ranks, pieces = (a.features + b.features + c.features) * ranks;
+    const i64 entries = ranks * (a.bound + b.bound + c.bound), all = samples_before(samples, ranks);
+    const i64 bags = pooled.count * all, last = bags + (rows < 0 ? 0 : ranks * a.bound - 1);
     for (i64 number = thread_index(); number < entries; number += thread_count()) {
-        const int found = upper_bound(ends, pieces, number), piece = found < pieces ? found : pieces - 1;
-        const bool is_id = found < pieces;
-        i64 at = shift[piece] + number;
-        at = at < entries ? at : entries - 1;
-        const i64 rank = at / received.bound;
-        const i64 id = message_of(received, rank)[received.features + at - rank * received.bound];
+        const int piece = upper_bound(ends, pieces, number);
+        if (piece == pieces) {
+            joined[number] = entries;
+            row[number] = (int)last;
+            ids[number] = 0;
+            continue;
+        }
+        const i64 at = shift[piece] + number;
+        const int which = at < b.start ? 0 : at < c.start ? 1 : 2;
+        const Messages part = parts[which];
+        const i64 rank = piece % ranks, of_part = at - part.start;
+        const i64 id = message_of(part, samples, rank)[part.features + of_part - rank * part.bound];
         joined[number] = at;
-        entry[number] = is_id ? at : entries;
-        row[number] = (int)(is_id ? at : entries - 1);
-        ids[number] = firsts ? id ^ (id >> 63) : id;  // inverted if it was requested before
-        if (!is_id) continue;
-        if (!firsts) picked[at] = number;
+        ids[number] = id ^ (id >> 63);  // inverted if it was requested before
+        const i64 h = pooled.number[piece / ranks];
+        if (h >= 0) {
+            const i64 *own = begins + h * all + pooled.pooled[3 * pooled.count + h];
+            const int found = upper_bound(own, (int)all, number);
+            row[number] = (int)(h * all + (found > 0 ? found - 1 : 0));
+            continue;
+        }
+        if (rows < 0 || which) {
+            row[number] = (int)last;
+            continue;
+        }
+        row[number] = (int)(bags + of_part);
+        if (!rows) picked[of_part] = number;
         else if (id >= 0) {
-            const i64 back = firsts[at] - 1 - (rank ? firsts[rank * received.bound - 1] : 0);
+            const i64 back = sums[of_part] - 1 - (rank ? sums[rank * part.bound - 1] : 0);
             if (back < rows) picked[rank * rows + back] = number;
         }
     }

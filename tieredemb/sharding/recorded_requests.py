@@ -213,7 +213,7 @@ class RecordedRequest:
             def find() -> None:
                 found, words = finder.find_unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
-                finder.drop_faulty(found, words)
+                finder.drop_faulty(words)
                 for bags, bound in zip(found, bounds, strict=True):
                     bags.pad(bound)
                 self._bags: list[GpuBags] = found
@@ -261,7 +261,7 @@ class RecordedRequest:
         """What `find` finds, by launches, for an exchange of another size. Does not synchronise."""
         with torch.no_grad():
             found, words = self._finder.find_unchecked(batch, finds_firsts=True)
-            self._finder.drop_faulty(found, words)
+            self._finder.drop_faulty(words)
         return found
 
     def check(self) -> list[LargestRequest]:

@@ -1,10 +1,10 @@
 """What all ranks request of one in the tables of one width, as one batch: rows of row-wise tables, and bags of tables
 that this rank holds whole, alone or as all ranks do. So there is one plan of it, and one update.
 
-Messages are blocks of one size, of which the host knows each rank's samples and nothing else. The ids of all ranks are
-put into the order that one process would have, feature by feature and in these rank by rank. Where each feature ends is
-known on the device. So an owner's update is that of one process, bit for bit. The entries behind the last id belong to
-no bag. On a CPU, where the host knows how many ids it received, there are none.
+Messages are blocks of one size. The ids of all ranks are put into the order that one process would have, feature by
+feature and in these rank by rank. So an owner's update is that of one process, bit for bit. On a GPU kernels do this
+(`device_padding`), as the host knows each rank's samples and nothing else: there is memory for as many ids as fit, and
+those behind the last one belong to no bag.
 
 Rows of the output are single rows, or pooled bags (`step.stack`).
 """
@@ -21,10 +21,10 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from tieredemb.config import MODES
+from tieredemb.config import MODES, Mode
 from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
-from tieredemb.sharding.device_padding import join_messages
+from tieredemb.sharding.device_padding import Joiner, upload
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
@@ -48,12 +48,20 @@ class RequestPart(NamedTuple):
     order: list[int]
 
 
+class PooledRun(NamedTuple):
+    """Neighbouring features whose bags are pooled alike. `features`: the first, and the end, of those that are pooled
+    here · `mode`: how · `end`: of all features, the one behind the last."""
+
+    features: tuple[int, int]
+    mode: Mode
+    end: int
+
+
 class RequestLayout:
     """What all requests of one width have in common. Features are in the order of the collection."""
 
     def __init__(self, parts: Sequence[Part], rank: int, ranks: int, device: torch.device) -> None:
         self.parts, self.rank, self.ranks, self.device = list(parts), rank, ranks, device
-        self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
         # the parts whose owners pool the bags, and the one whose rows go back, if there are any
@@ -62,17 +70,34 @@ class RequestLayout:
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
         # of each feature: its position among those of all parts, how its bags are pooled, and whether this rank does it
-        self.order = self._upload([int(firsts[p]) + k for _, p, k in found])
+        order = [int(firsts[p]) + k for _, p, k in found]
+        self.order = upload(order, device)
         self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_table_wise else None for _, p, k in found]
         self.is_held = [bool(held[p][k]) for _, p, k in found]
-        self.held_features = self._upload([f for f, is_held in enumerate(self.is_held) if is_held])
+        held_features = [f for f, is_held in enumerate(self.is_held) if is_held]
+        self.held_features = upload(held_features, device)
         # of each feature that is pooled here: its part, and its position there; and the inverse
         numbers = [itertools.count() for _ in parts]
         self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
-        self.among = [self._upload([n for n, (p, _) in enumerate(self.pooled) if p == q]) for q in range(len(parts))]
+        self.among = [upload([n for n, (p, _) in enumerate(self.pooled) if p == q], device) for q in range(len(parts))]
+        self.runs = self._find_runs()
+        self.joiner: Joiner | None = None
+        if device.type == "cuda":
+            of_run = [number for number, run in enumerate(self.runs) for _ in range(*run.features)]
+            pooled = [(*its, f, run) for its, f, run in zip(self.pooled, held_features, of_run, strict=True)]
+            self.joiner = Joiner(parts, ranks, order, pooled, device)
 
-    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+    def _find_runs(self) -> list[PooledRun]:
+        """Neighbouring features whose bags are pooled alike, of those that are pooled here."""
+        runs, feature, done = list[PooledRun](), 0, 0
+        for mode, modes in itertools.groupby(self.modes):
+            count = len(list(modes))
+            held = sum(self.is_held[feature : feature + count])
+            feature += count
+            if held and mode is not None:
+                runs.append(PooledRun((done, done + held), mode, feature))
+                done += held
+        return runs
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
         """The request of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
@@ -100,9 +125,20 @@ class Request:
 
     def take(self, messages: Sequence[torch.Tensor]) -> None:
         """Takes the received `messages`, one for each part. Does not synchronise."""
-        if self.keeps_gradients and self._layout.device.type == "cuda":
-            self._join(messages[0])
-            return
+        joiner, count = self._layout.joiner, sum(self._samples)
+        if joiner is not None:
+            joined = joiner.join(messages, self._samples, self._bounds)
+            ids, self._ends, self._joined = joined.ids, joined.edges, joined.joined
+            lengths = [(run.features[1] - run.features[0]) * count + 1 for run in self._layout.runs if count]
+            stack = self._stack_of(joined.begins.split(lengths), joined.row, joined.picked)
+        else:
+            ids, stack = self._take_known(messages)
+        edges = self._ends
+        self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
+
+    def _take_known(self, messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Stack]:
+        """The same on a CPU, where the host knows how many ids it has received: the ids, and the layout of the
+        output."""
         received = [
             read(values, len(part.space.features), bound.ids, held, self._samples)
             for values, part, held, bound in zip(
@@ -115,19 +151,8 @@ class Request:
             row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
                 ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
-        ids = ids.index_select(0, self._joined)
-        stack = self._stack(edges, self._by_feature([message.lengths for message in received]), destination)
-        self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
-
-    def _join(self, message: torch.Tensor) -> None:
-        """The same for a single, row-wise part, by kernels."""
-        (part,), ranks, ((bound, rows),) = self._layout.parts, self._layout.ranks, self._bounds
-        joined = join_messages(message, ranks=ranks, features=len(part.space.features), bound=bound, rows=rows)
-        self._ends, self._joined, self._entry = joined.edges, joined.joined, [joined.entry]
-        stack = Stack([], joined.row, 0, self._entries[0], joined.picked)
-        self.batch = Batch(
-            joined.ids, joined.edges, len(joined.edges), False, 1, None, (joined.ids, joined.edges), stack=stack
-        )
+        lengths = self._by_feature([message.lengths for message in received])
+        return ids.index_select(0, self._joined), self._stack(edges, lengths, destination)
 
     def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
         """Finds the entry of each id; returns where features begin and end, int64 (F + 1,)."""
@@ -141,21 +166,18 @@ class Request:
         count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
         first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
         ends = torch.cumsum(count, 0)
-        length = starts[-1]
-        if self._layout.knows_ends:
-            length = int(ends[-1])
-        number = torch.arange(length, device=self._layout.device)
+        number = torch.arange(int(ends[-1]), device=self._layout.device)
         piece = torch.searchsorted(ends, number, right=True)
-        is_id = piece < len(ends)
-        piece.clamp_(max=len(ends) - 1)
-        joined = (first - ends + count)[piece] + number
-        # of each part the entries of its ids; W · bound for ids of other parts, and behind the last id
-        self._entry = [
-            torch.where(is_id & (joined >= start) & (joined < stop), joined - start, stop - start)
-            for start, stop in itertools.pairwise(starts)
-        ]
-        self._joined = joined.clamp_(max=starts[-1] - 1)
+        self._joined = (first - ends + count)[piece] + number
         return torch.cat([ends[:1] * 0, ends[ranks - 1 :: ranks]])
+
+    def _entry(self, number: int) -> torch.Tensor:
+        """Of each id its entry in a part, int64 (N,); W · bound for ids of other parts, and behind the last id."""
+        start, entries = sum(self._entries[:number]), self._entries[number]
+        if len(self._entries) == 1:
+            return self._joined
+        is_here = (self._joined >= start) & (self._joined < start + entries)
+        return torch.where(is_here, self._joined - start, entries)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -173,36 +195,47 @@ class Request:
         each = [() if its is None else its.unbind() for its in of_parts]
         return [each[part][k] for part, k in self._layout.pooled]
 
-    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
+    def _stack_of(self, begins: Sequence[torch.Tensor], row: torch.Tensor, picked: torch.Tensor) -> Stack:
         """The layout of the output: bags, and behind them the rows of ids, one for each entry, whether or not it is
-        requested. Rows lie in the order in which their gradients are received, so these need not be sorted. `lengths`:
-        of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`: see `_picked`."""
+        requested. Rows lie in the order in which their gradients are received, so these need not be sorted. `begins`:
+        of each run, where its bags begin, and the last one ends, int64 (·,), as far as there are bags."""
+        layout, count, bags = self._layout, sum(self._samples), self._bags
+        rows = 1 if layout.row_wise is None else self._entries[layout.row_wise]  # ids of other parts get the last
+        runs = [
+            Run((count * run.features[0], count * run.features[1]), run.mode, its)
+            for run, its in zip(layout.runs, begins, strict=bool(count))
+        ]
+        return Stack(runs, row, bags, bags + rows, picked)
+
+    def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
+        """The same on a CPU. `lengths`: of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`:
+        see `_picked`."""
         bags, length, layout = self._bags, len(self._joined), self._layout
-        row_wise, rows = layout.row_wise, 1
-        if row_wise is None:
-            number = edges.new_full((length,), bags)
-        else:  # ids of other parts get the last
-            rows = self._entries[row_wise]
-            number = self._entry[row_wise].clamp(max=rows - 1) + bags
-        runs, starts = [], edges[:0]
+        row_wise, begins = layout.row_wise, list[torch.Tensor]()
+        number = edges.new_full((length,), bags)
+        if row_wise is not None:
+            number += self._entry(row_wise).clamp(max=self._entries[row_wise] - 1)
         if bags:
             each = torch.stack([*lengths])
             firsts = edges.index_select(0, layout.held_features)
             ends = edges.index_select(0, layout.held_features + 1)  # no bag reads beyond its feature
             starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
-            runs = self._runs(edges, starts)
-            starts = starts.view(-1)
-            bag = torch.searchsorted(starts, torch.arange(length, device=layout.device), right=True) - 1
+            begins = [
+                torch.cat([starts[slice(*run.features)].reshape(-1), edges[run.end : run.end + 1]])
+                for run in layout.runs
+            ]
+            numbers = torch.arange(length, device=layout.device)
+            bag = torch.searchsorted(starts.view(-1), numbers, right=True) - 1
             for part in layout.table_wise:
-                number = torch.where(self._entry[part] < self._entries[part], bag, number)
+                number = torch.where(self._entry(part) < self._entries[part], bag, number)
         picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
-        return Stack(runs, number.to(torch.int32), bags, bags + rows, picked)
+        return self._stack_of(begins, number.to(torch.int32), picked)
 
     def _picked(self, row_wise: int, destination: torch.Tensor | None) -> torch.Tensor:
         """Which id each row of a part that goes back is of, int64 (K,); any id for entries that are padding; empty
         where there are no ids. `destination`: of each entry, where its row lies among those, if not at the entry
         (`firsts_of`)."""
-        entry, back = self._entry[row_wise], sum(self.parts[row_wise].answer)
+        entry, back = self._entry(row_wise), sum(self.parts[row_wise].answer)
         if destination is not None:  # ids of other parts go behind all rows
             entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
@@ -214,34 +247,20 @@ class Request:
         memory."""
         return rows if len(rows) or call.rows_to is not None else rows.new_zeros((back, rows.shape[1]))
 
-    def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
-        """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
-        runs, feature, done = [], 0, 0
-        for mode, modes in itertools.groupby(self._layout.modes):
-            count = len(list(modes))
-            held = sum(self._layout.is_held[feature : feature + count])
-            feature += count
-            if held and mode is not None:
-                its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
-                rows = done * starts.shape[1], (done + held) * starts.shape[1]
-                runs.append(Run(rows, mode, its_edges))
-                done += held
-        return runs
-
     def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
         """Of `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of other parts get any
         of them."""
-        return values.index_select(0, self._entry[number].clamp(max=self._entries[number] - 1))
+        return values.index_select(0, self._entry(number).clamp(max=self._entries[number] - 1))
 
     def _scattered(self, number: int, values: torch.Tensor) -> torch.Tensor:
         """The inverse: the values of a part's entries, of `values` of all ids."""
         out = values.new_empty((self._entries[number] + 1, *values.shape[1:]))
-        out.index_copy_(0, self._entry[number][: len(values)], values)
+        out.index_copy_(0, self._entry(number)[: len(values)], values)
         return out[:-1]
 
     def _factors(self, number: int, values: torch.Tensor) -> torch.Tensor:
         """Factors of all ids: the `values` of a part's entries, ones for ids of other parts."""
-        return torch.where(self._entry[number] < self._entries[number], self._gathered(number, values), 1.0)
+        return torch.where(self._entry(number) < self._entries[number], self._gathered(number, values), 1.0)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -306,7 +325,7 @@ class Request:
 
     def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `GpuBags`; to be called behind `take`, on a GPU."""
-        self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
+        self._joined, self._ends = put(self._joined), put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
@@ -334,4 +353,4 @@ class Request:
         """All tensors that it has on the device."""
         stack = self.batch.stack
         weights = [] if self._weights is None else [self._weights]
-        return [self._joined, *self._entry, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]
+        return [self._joined, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]
