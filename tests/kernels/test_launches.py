@@ -58,7 +58,7 @@ from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import parts_of
-from tieredemb.sharding.device_padding import Joiner
+from tieredemb.sharding.device_padding import Joiner, PooledFeature
 from tieredemb.sharding.gpu_bags import BagInputs, GpuPart
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout, Replicated, RowWise, TableWise
@@ -406,7 +406,7 @@ def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, s
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(3)]
     parts = parts_of(Layout(tables, 2, sharding), (0, 1, 2), [0, 8, 16])
     order = RequestLayout(parts, 0, 2, torch.device("cpu"))
-    pooled = [(p, k, f, 0) for f, (p, k) in enumerate(order.pooled)]
+    pooled = [PooledFeature(p, k, f, 0) for f, (p, k) in enumerate(order.pooled)]
     joiner = Joiner(parts, 2, order.order.tolist(), pooled, torch.device("cpu"))
     bounds = [Bound(5, rows)] * len(parts)
     messages = [torch.zeros(sum(part.message), dtype=torch.int64) for part in order.of(samples, bounds).parts]

@@ -1,5 +1,5 @@
-"""Exchanges of one size on a GPU: a few kernels do what `padding` and `request` do on a CPU by operations on tensors, of
-which each would be a launch.
+"""Exchanges of one size on a GPU: a few kernels do what `padding` and `request` do on a CPU by operations on tensors,
+each of them a launch.
 """
 
 from __future__ import annotations
@@ -111,30 +111,40 @@ class Joined(NamedTuple):
     begins: torch.Tensor
 
 
+class PooledFeature(NamedTuple):
+    """A feature whose bags are pooled here: its part, its position among those of the part that are, its position among
+    all features, and the number of its run."""
+
+    part: int
+    of_part: int
+    feature: int
+    run: int
+
+
 class Joiner:
     """Joins what all ranks have sent for the `parts` of one width. `order`: of each feature, in the order of the
-    collection, its position among those of all parts, one after the other · `pooled`: of each feature whose bags are
-    pooled here, in that order, the part, the position among that part's, the position among all features, and the
-    number of its run."""
+    collection, its position among those of all parts, one after the other · `pooled`: in the order of the
+    collection."""
 
     def __init__(
         self,
         parts: Sequence[Part],
         ranks: int,
         order: Sequence[int],
-        pooled: Sequence[Sequence[int]],
+        pooled: Sequence[PooledFeature],
         device: torch.device,
     ) -> None:
         self._ranks, self._device, self._features = ranks, device, [len(part.space.features) for part in parts]
         self._is_row_wise = not parts[0].is_table_wise  # the first one, if any
-        self._held = [sum(part == p for part, *_ in pooled) for p in range(len(parts))]
-        self._bags, self._runs = len(pooled), pooled[-1][-1] + 1 if pooled else 0  # of each sample; in all
-        number = {feature: h for h, (_, _, feature, _) in enumerate(pooled)}
-        columns = [each for column in zip(*pooled, strict=True) for each in column]
+        self._held = [sum(its.part == p for its in pooled) for p in range(len(parts))]
+        self._bags, self._runs = len(pooled), pooled[-1].run + 1 if pooled else 0  # of each sample; in all
+        number = {its.feature: h for h, its in enumerate(pooled)}
+        before = [0, *itertools.accumulate(self._held)]
+        rows = [(*its, before[its.part], self._held[its.part]) for its in pooled]
         self._pooled = struct_type(PADDING, "Pooled")(
             place=upload(sorted(range(len(order)), key=order.__getitem__), device),
             number=upload([number.get(f, -1) for f in range(len(order))], device),
-            pooled=upload(columns, device) if pooled else 0, count=len(pooled),
+            pooled=upload([*itertools.chain(*zip(*rows, strict=True))], device) if rows else 0, count=len(pooled),
         )  # fmt: skip
 
     def join(self, messages: Sequence[torch.Tensor], samples: Sequence[int], bounds: Sequence[Bound]) -> Joined:

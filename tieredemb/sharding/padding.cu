@@ -29,7 +29,8 @@ __device__ __forceinline__ const i64 *message_of(const Messages &part, const Sam
 
 // What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
 // positions in that order · `number` (F,): of those whose bags are pooled here, which one each is, else −1 · `pooled`
-// (4, ·): of these, the part, the position among the part's, the position among all features, and the number of the run.
+// (6, ·): of these, the part, the position among the part's, the position among all features, the number of the run, how
+// many of earlier parts are pooled here, and how many of this part.
 struct Pooled {
     const i64 *place, *number, *pooled;
     int count;
@@ -221,8 +222,8 @@ extern "C" __global__ void __launch_bounds__(256) bags_place(Samples samples, Po
 }
 
 // Sorts the ids by piece. Writes, for each position, the entry among those of all parts to `joined`, which is their
-// number behind the last id; the id; and its row of the output: bags, and below them a row for each entry of part `a`,
-// if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position of the id of each row that goes
+// number behind the last id; the id; and its row of the output: bags of each part, sample by sample, and below them a row
+// for each entry of part `a`, if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position of the id of each row that goes
 // back: one for each entry, or, where `rows` is positive, one for each first id, `rows` for each rank. `begins`: of bags
 // (`bags_place`). Moves 28 bytes an entry, and 8 or 12 more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(
@@ -250,9 +251,10 @@ extern "C" __global__ void __launch_bounds__(256) ids_join(
         ids[number] = id ^ (id >> 63);  // inverted if it was requested before
         const i64 h = pooled.number[piece / ranks];
         if (h >= 0) {
-            const i64 *own = begins + h * all + pooled.pooled[3 * pooled.count + h];
-            const int found = upper_bound(own, (int)all, number);
-            row[number] = (int)(h * all + (found > 0 ? found - 1 : 0));
+            const i64 *its = pooled.pooled + h;
+            const int found = upper_bound(begins + h * all + its[3 * pooled.count], (int)all, number);
+            const i64 sample = found > 0 ? found - 1 : 0;
+            row[number] = (int)(its[4 * pooled.count] * all + sample * its[5 * pooled.count] + its[pooled.count]);
             continue;
         }
         if (rows < 0 || which) {

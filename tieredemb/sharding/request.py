@@ -24,7 +24,7 @@ import torch
 from tieredemb.config import MODES, Mode
 from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
-from tieredemb.sharding.device_padding import Joiner, upload
+from tieredemb.sharding.device_padding import Joiner, PooledFeature, upload
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
@@ -49,9 +49,11 @@ class RequestPart(NamedTuple):
 
 
 class PooledRun(NamedTuple):
-    """Neighbouring features whose bags are pooled alike. `features`: the first, and the end, of those that are pooled
-    here · `mode`: how · `end`: of all features, the one behind the last."""
+    """Neighbouring features of one `part` whose bags are pooled alike, here. `pooled`: the first, and the end, of all
+    that are pooled here · `features`: the same, of the part's · `end`: of all features, the one behind the last."""
 
+    part: int
+    pooled: tuple[int, int]
     features: tuple[int, int]
     mode: Mode
     end: int
@@ -76,27 +78,29 @@ class RequestLayout:
         self.is_held = [bool(held[p][k]) for _, p, k in found]
         held_features = [f for f, is_held in enumerate(self.is_held) if is_held]
         self.held_features = upload(held_features, device)
-        # of each feature that is pooled here: its part, and its position there; and the inverse
+        # of each feature that is pooled here its part, and its position there; of each part how many come before it
         numbers = [itertools.count() for _ in parts]
         self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
-        self.among = [upload([n for n, (p, _) in enumerate(self.pooled) if p == q], device) for q in range(len(parts))]
-        self.runs = self._find_runs()
+        self.bags_before = [0, *itertools.accumulate(self.held)]
+        self.runs = self._find_runs([p for _, p, _ in found])
         self.joiner: Joiner | None = None
         if device.type == "cuda":
-            of_run = [number for number, run in enumerate(self.runs) for _ in range(*run.features)]
-            pooled = [(*its, f, run) for its, f, run in zip(self.pooled, held_features, of_run, strict=True)]
+            of_run = [number for number, run in enumerate(self.runs) for _ in range(*run.pooled)]
+            each = zip(self.pooled, held_features, of_run, strict=True)
+            pooled = [PooledFeature(*its, feature, run) for its, feature, run in each]
             self.joiner = Joiner(parts, ranks, order, pooled, device)
 
-    def _find_runs(self) -> list[PooledRun]:
-        """Neighbouring features whose bags are pooled alike, of those that are pooled here."""
-        runs, feature, done = list[PooledRun](), 0, 0
-        for mode, modes in itertools.groupby(self.modes):
-            count = len(list(modes))
+    def _find_runs(self, part: Sequence[int]) -> list[PooledRun]:
+        """The runs. `part`: of each feature."""
+        runs, feature, done, done_of_part = list[PooledRun](), 0, 0, [0] * len(self.parts)
+        for (p, mode), alike in itertools.groupby(zip(part, self.modes, strict=True)):
+            count = len(list(alike))
             held = sum(self.is_held[feature : feature + count])
             feature += count
             if held and mode is not None:
-                runs.append(PooledRun((done, done + held), mode, feature))
-                done += held
+                before = done_of_part[p]
+                runs.append(PooledRun(p, (done, done + held), (before, before + held), mode, feature))
+                done, done_of_part[p] = done + held, before + held
         return runs
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
@@ -129,7 +133,7 @@ class Request:
         if joiner is not None:
             joined = joiner.join(messages, self._samples, self._bounds)
             ids, self._ends, self._joined = joined.ids, joined.edges, joined.joined
-            lengths = [(run.features[1] - run.features[0]) * count + 1 for run in self._layout.runs if count]
+            lengths = [(run.pooled[1] - run.pooled[0]) * count + 1 for run in self._layout.runs if count]
             stack = self._stack_of(joined.begins.split(lengths), joined.row, joined.picked)
         else:
             ids, stack = self._take_known(messages)
@@ -151,7 +155,8 @@ class Request:
             row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
                 ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
-        lengths = self._by_feature([message.lengths for message in received])
+        each = [() if message.lengths is None else message.lengths.unbind() for message in received]
+        lengths = [each[part][k] for part, k in self._layout.pooled]
         return ids.index_select(0, self._joined), self._stack(edges, lengths, destination)
 
     def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
@@ -189,23 +194,23 @@ class Request:
         """How many rows of the output are bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
-    def _by_feature(self, of_parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The values of each feature whose bags are pooled here, (ΣB, …), in the order of the features. `of_parts`:
-        those of each part, (F′, ΣB, …)."""
-        each = [() if its is None else its.unbind() for its in of_parts]
-        return [each[part][k] for part, k in self._layout.pooled]
-
     def _stack_of(self, begins: Sequence[torch.Tensor], row: torch.Tensor, picked: torch.Tensor) -> Stack:
-        """The layout of the output: bags, and behind them the rows of ids, one for each entry, whether or not it is
-        requested. Rows lie in the order in which their gradients are received, so these need not be sorted. `begins`:
-        of each run, where its bags begin, and the last one ends, int64 (·,), as far as there are bags."""
-        layout, count, bags = self._layout, sum(self._samples), self._bags
+        """The layout of the output: the bags of each part, sample by sample, and behind them the rows of ids, one for
+        each entry, whether or not it is requested. Rows lie in the order in which their gradients are received, so
+        these need not be sorted. `begins`: of each run, where its bags begin, and the last one ends, int64 (·,), as far
+        as there are bags."""
+        layout, bags = self._layout, self._bags
         rows = 1 if layout.row_wise is None else self._entries[layout.row_wise]  # ids of other parts get the last
         runs = [
-            Run((count * run.features[0], count * run.features[1]), run.mode, its)
-            for run, its in zip(layout.runs, begins, strict=bool(count))
+            Run(self._rows_of_bags(run.part), layout.held[run.part], run.features, run.mode, its)
+            for run, its in zip(layout.runs, begins, strict=bool(bags))
         ]
         return Stack(runs, row, bags, bags + rows, picked)
+
+    def _rows_of_bags(self, number: int) -> tuple[int, int]:
+        """Where the bags of a part begin and end in the output."""
+        before, samples = self._layout.bags_before, sum(self._samples)
+        return before[number] * samples, before[number + 1] * samples
 
     def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
         """The same on a CPU. `lengths`: of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`:
@@ -221,11 +226,14 @@ class Request:
             ends = edges.index_select(0, layout.held_features + 1)  # no bag reads beyond its feature
             starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
             begins = [
-                torch.cat([starts[slice(*run.features)].reshape(-1), edges[run.end : run.end + 1]])
-                for run in layout.runs
+                torch.cat([starts[slice(*run.pooled)].reshape(-1), edges[run.end : run.end + 1]]) for run in layout.runs
             ]
             numbers = torch.arange(length, device=layout.device)
             bag = torch.searchsorted(starts.view(-1), numbers, right=True) - 1
+            feature, sample = bag // starts.shape[1], bag % starts.shape[1]
+            first = torch.tensor([self._rows_of_bags(p)[0] + k for p, k in layout.pooled], device=layout.device)
+            held = torch.tensor([layout.held[p] for p, _ in layout.pooled], device=layout.device)
+            bag = first[feature] + sample * held[feature]
             for part in layout.table_wise:
                 number = torch.where(self._entry(part) < self._entries[part], bag, number)
         picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
@@ -279,49 +287,39 @@ class Request:
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
             if part.is_table_wise:
-                answers.append(self._by_rank(found.bags, number))
+                answers.append(self._answered(found.bags, number))
                 all_rows.append(None if found.every is None else self._rows_of(number, found.every))
             else:
                 answers.append(self._answer(call, found.rows, sum(part.answer)))
                 all_rows.append(None)
         return answers, all_rows
 
-    def _by_rank(self, bags: torch.Tensor, number: int) -> torch.Tensor:
-        """The bags of a part, rank by rank, of all `bags`, (K, D), which lie feature by feature; only those of this
-        rank where they stay here."""
-        by_feature = bags.view(len(self._layout.pooled), sum(self._samples), bags.shape[1])
-        pieces = torch.split(by_feature, self._samples, 1)
+    def _answered(self, bags: torch.Tensor, number: int) -> torch.Tensor:
+        """The bags of a part, rank by rank, of all `bags`, (K, D); only those of this rank where they stay here."""
+        first, end = self._rows_of_bags(number)
         if not self.parts[number].answer:
-            pieces = pieces[self._layout.rank : self._layout.rank + 1]
-        numbers = self._layout.among[number]
-        return torch.cat([piece.index_select(0, numbers).view(-1, bags.shape[1]) for piece in pieces])
+            held, rank = self.parts[number].held, self._layout.rank
+            first += held * sum(self._samples[:rank])
+            end = first + held * self._samples[rank]
+        return bags[first:end]
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
         """The rows of a part's entries, of `every` row of all ids; only those of this rank where they stay here."""
         rows, bound = self._scattered(number, every), self._bounds[number].ids
         return rows if self.parts[number].answer else rows[self._layout.rank * bound :][:bound]
 
-    def _joined_bags(self, bags: torch.Tensor, features: int) -> torch.Tensor:
-        """Values of bags that lie rank by rank, (K, D), by feature: (F′, ΣB, D)."""
-        pieces = torch.split(bags, [features * each for each in self._samples])
-        pieces_of_ranks = zip(pieces, self._samples, strict=True)
-        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in pieces_of_ranks], 1)
-
     def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The gradient of the output of `call`, float32 (·, D). `received`: of each part, rank by rank, gradients (·,
         D) and, where they have factors, those, float32 (W · bound,)."""
-        bags, rows = list[torch.Tensor | None](), list[torch.Tensor]()
+        bags, rows = list[torch.Tensor](), list[torch.Tensor]()
         for number, (part, (grad, *scales)) in enumerate(zip(self.parts, received, strict=True)):
             for factors in scales:
                 filled = self._factors(number, factors)
                 call.weigh(filled if self._weights is None else filled * self._weights)
-            bags.append(self._joined_bags(grad, part.held) if part.is_table_wise else None)
-            if not part.is_table_wise:
-                rows.append(grad)
+            (bags if part.is_table_wise else rows).append(grad)
         if not rows:
             rows.append(received[0][0].new_zeros((1, received[0][0].shape[1])))
-        by_feature = self._by_feature(bags)
-        return torch.cat([*by_feature, *rows]) if by_feature else rows[0]
+        return torch.cat([*bags, *rows]) if bags else rows[0]
 
     def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `GpuBags`; to be called behind `take`, on a GPU."""

@@ -4,6 +4,7 @@ and send the bags pooled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,10 +85,17 @@ class HostTableWiseBags:
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        by_rank = self.part.by_rank
-        for f, rows_of_feature in zip(by_rank, rows.view(len(by_rank), self.batch, self.space.width), strict=True):
-            first = int(self.space.column[f])
-            out[:, first : first + self.space.width] = rows_of_feature
+        for features, its in self._blocks(rows):
+            for k, f in enumerate(features):
+                first = int(self.space.column[f])
+                out[:, first : first + self.space.width] = its[:, k]
+
+    def _blocks(self, rows: torch.Tensor) -> Iterator[tuple[Array, torch.Tensor]]:
+        """Of each rank the features that it holds, and its bags among `rows` of all, (F · B, D): (B, F′, D)."""
+        held = self.part.held
+        pieces = torch.split(rows, [self.batch * count for count in held])
+        for features, its in zip(np.split(self.part.by_rank, np.cumsum(held)[:-1]), pieces, strict=True):
+            yield features, its.view(self.batch, len(features), self.space.width)
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         homes = np.full(len(self._bags.keys), DROPPED, np.int32)
@@ -97,14 +105,15 @@ class HostTableWiseBags:
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        width, array, by_rank = self.space.width, grad.numpy(), self.part.by_rank
-        rows = np.empty((len(by_rank), self.batch, width), np.float32)
-        for k, f in enumerate(by_rank):
-            first = self.space.column[f]
-            rows[k] = array[:, first : first + width]
+        width = self.space.width
+        rows = torch.empty((len(self.part.by_rank) * self.batch, width), device="cpu")
+        for features, its in self._blocks(rows):
+            for k, f in enumerate(features):
+                first = int(self.space.column[f])
+                its[:, k] = grad[:, first : first + width]
         if divisor != 1.0:
-            rows /= np.float32(divisor)
-        return copied(torch.from_numpy(rows.reshape(-1, width)), self.part.copies), None
+            rows.numpy()[...] /= np.float32(divisor)
+        return copied(rows, self.part.copies), None
 
     def tensors(self) -> list[torch.Tensor]:
         return []

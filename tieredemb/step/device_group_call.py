@@ -238,14 +238,14 @@ class DeviceGroupCall:
         self,
         stack: Stack,
         bags: torch.Tensor,
-        rows: torch.Tensor | RowSpread,
+        picked: torch.Tensor | RowSpread,
         every: torch.Tensor | None,
         weights: torch.Tensor | None,
         *,
         keep_argmax: bool,
     ) -> None:
-        """Pools run by run into `bags`, and writes the rows of the picked ids to `rows` (·, D), and the rows of all ids
-        to `every`."""
+        """Pools run by run into `bags`, and writes the rows of the picked ids to `picked` (·, D), and the rows of all
+        ids to `every`."""
         self.weights = weights
         if keep_argmax and self.group.lookup.has_max:
             shape = stack.rows, bags.shape[1]
@@ -253,25 +253,24 @@ class DeviceGroupCall:
         with self.group.cache.using(self.ticket):
             hot, overflow, homes = self._rows_now()
             for run in stack.runs:
-                low, high = run.rows
-                argmax = None if self.argmax is None else self.argmax[low:high]
+                rows, shape = slice(*run.rows), (run.samples, run.of * bags.shape[1])
+                argmax = None if self.argmax is None else self.argmax[rows].view(shape)
                 lookup = self._lookup_of(run, bags.dtype)
-                lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
-            if isinstance(rows, RowSpread):
-                self.group.lookup.spread(hot, overflow, homes, stack.picked, rows)
+                lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[rows].view(shape), argmax)
+            if isinstance(picked, RowSpread):
+                self.group.lookup.spread(hot, overflow, homes, stack.picked, picked)
             else:
-                self._gather(hot, overflow, homes, rows, stack.picked)
+                self._gather(hot, overflow, homes, picked, stack.picked)
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 
     def _bags_of(self, run: Run) -> DeviceBags:
-        """The bags of a run, each with a sample of its own."""
-        return replace(self.bags, offsets=run.edges, position=None, batch=run.rows[1] - run.rows[0])
+        return replace(self.bags, offsets=run.edges, position=None, batch=run.samples)
 
     def _lookup_of(self, run: Run, dtype: torch.dtype | None = None) -> DeviceLookup:
         """The kernels that pool the bags of a run, into outputs of a `dtype`, by default the rows'."""
         space, row = self.group.space, self.group.cache.cold.layout.format
-        return _pooling(space.width, run.mode, row, dtype or row.device_dtype, self.bags.keys.device)
+        return _pooling(space.width, run.mode, run.features, row, dtype or row.device_dtype, self.bags.keys.device)
 
     def tables_of_rows(self) -> torch.Tensor:
         """See `Call`."""
@@ -313,10 +312,13 @@ class DeviceGroupCall:
 
 
 @functools.cache
-def _pooling(width: int, mode: Mode, row: RowFormat, dtype: torch.dtype, device: torch.device) -> DeviceLookup:
-    """The kernels that pool bags of rows of any table into outputs of a dtype."""
+def _pooling(
+    width: int, mode: Mode, features: tuple[int, int], row: RowFormat, dtype: torch.dtype, device: torch.device
+) -> DeviceLookup:
+    """The kernels that pool bags of rows of any table into outputs of a dtype. `features`: see `rows_space`."""
     with no_inference(), on_device(device):
-        return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), row, None, dtype)
+        space = rows_space(width, mode, features)
+        return DeviceLookup(DeviceKeySpace(space, [-1] * len(space), device), row, None, dtype)
 
 
 def _of_occurrences(weights: torch.Tensor, bags: DeviceBags) -> torch.Tensor:

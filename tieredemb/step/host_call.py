@@ -218,17 +218,18 @@ class HostGroupCall:
         with self.group.cache.lock:
             weight, homes = self._rows_now()
             for run in stack.runs:
-                span, space = slice(*run.rows), rows_space(width, run.mode)
-                pool(weight, homes, self._bags_of(run), space, self.weights, bags[span], self.argmax[span])
+                space, shape = rows_space(width, run.mode, run.features), (run.samples, run.of * width)
+                out = bags[slice(*run.rows)].reshape(shape)  # a view
+                argmax = self.argmax[slice(*run.rows)].reshape(shape) if len(self.argmax) else self.argmax
+                pool(weight, homes, self._bags_of(run), space, self.weights, out, argmax)
             self._pick(weight, homes, stack.picked.numpy(), rows)
             if every is not None:
                 space = rows_space(width, "sum")
                 pool(weight, homes, one_by_one(self.bags), space, NO_WEIGHTS, every, NO_ARGMAX)
 
     def _bags_of(self, run: Run) -> Bags:
-        """The bags of a run, each with a sample of its own."""
-        bags, edges = self.bags, run.edges.numpy()
-        return Bags(bags.keys, edges, bags.sample, bags.feature, None, len(edges) - 1)
+        bags = self.bags
+        return Bags(bags.keys, run.edges.numpy(), bags.sample, bags.feature, None, run.samples)
 
     def _rows_now(self) -> tuple[Array, Array]:
         """Rows at the current step, carrier (·, D), and the index among them of each occurrence's row. The caller holds
@@ -328,10 +329,10 @@ class HostGroupCall:
         means = [run for run in stack.runs if run.mode == "mean"]
         if not means:
             return scale
-        homes, space = self._read(self.ticket.homes), rows_space(self.group.space.width, "mean")
+        homes, width = self._read(self.ticket.homes), self.group.space.width
         scale = np.ones(len(homes), np.float32) if len(scale) == 0 else scale.copy()
         for run in means:
-            mean_scale(self._bags_of(run), space, homes, scale)
+            mean_scale(self._bags_of(run), rows_space(width, "mean", run.features), homes, scale)
         return scale
 
     def is_trained(self) -> Array | None:

@@ -16,12 +16,22 @@ from tieredemb.config import Mode
 
 
 class Run(NamedTuple):
-    """Neighbouring features whose bags are pooled alike. `rows`: first row and end in the output · `mode`: how they are
-    pooled · `edges`: int64 (K + 1,), edges of the bags among all ids."""
+    """Neighbouring features whose bags are pooled alike. `rows`: first row and end, in the output, of the block of bags
+    that they are part of, sample by sample · `of`: how many features the block has · `features`: the first of these in
+    the block, and the end · `mode`: how they are pooled · `edges`: int64 (K + 1,), edges of the bags among all ids,
+    feature by feature."""
 
     rows: tuple[int, int]
+    of: int
+    features: tuple[int, int]
     mode: Mode
     edges: torch.Tensor
+
+    @property
+    def samples(self) -> int:
+        """How many bags each feature has."""
+        low, high = self.rows
+        return (high - low) // self.of
 
 
 @dataclass(frozen=True, eq=False)
