@@ -35,7 +35,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "plan": (
         *("tensors_copy", "bags_join", "offsets_check", "bags_fill", "bags_number", "fault_tell"),
         *("owners_find", "order_find", "requests_place"),
-        *("blocks_begin", "bags_pad", "blocks_exchange", "pieces_find", "marks_write", "bags_place", "ids_join"),
+        *("blocks_begin", "bags_pad", "blocks_exchange", "pieces_find", "marks_write", "bags_begin", "ids_join"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_resolve"),
         *("missed_place", "homes_count", "range_find", "range_begin"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
@@ -43,7 +43,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "swap": ("missed_report", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
-        *("bags_pool", "rows_gather", "rows_spread", "ranks_meet", "clock_note"),
+        *("bags_pool", "bags_unpack", "rows_gather", "rows_spread", "ranks_meet", "clock_note"),
         *("segments_limit_norm", "segments_catch_up", "rows_keep_replayed", "rows_read_current"),
     ),
     "update": (

@@ -48,10 +48,15 @@ class Sender:
         self._before = upload(held, device) if held else 0
         self._by_rank = torch.from_numpy(part.by_rank).to(device) if held else 0
 
-    def bags(self, offsets: torch.Tensor, samples: int) -> StructValue:
-        """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,)."""
+    def bags(self, offsets: torch.Tensor, order: torch.Tensor, samples: int) -> StructValue:
+        """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,) · `order`: see `PaddedBags`."""
         return struct_type(PADDING, "SentBags")(
-            held=self._before, by_rank=self._by_rank, offsets=offsets, batch=samples, copies=self.part.copies
+            held=self._before,
+            by_rank=self._by_rank,
+            offsets=offsets,
+            order=order,
+            batch=samples,
+            copies=self.part.copies,
         )
 
     def sizes(self, bound: int, samples: int) -> list[int]:
@@ -61,10 +66,11 @@ class Sender:
 
 class PaddedBags(NamedTuple):
     """Requests in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64 (M,), as in a
-    `padding.Message`."""
+    `padding.Message` · `bags`: int64 (F · B,), which bag each one is that an owner sends back, or none."""
 
     order: torch.Tensor
     values: torch.Tensor
+    bags: torch.Tensor
 
 
 def pad_bags(
@@ -86,14 +92,15 @@ def pad_bags(
     ranks, device, features = sender.part.ranks, counts.device, len(sender.part.space.features)
     begins = counts.new_empty((2, ranks + 1))
     padded, values = counts.new_empty(ranks * bound.ids), counts.new_empty(sum(sender.sizes(bound.ids, samples)))
+    of_bags = counts.new_empty(features * samples if sender.part.is_table_wise else 0)
     with on_device(device):
         kernel(PADDING, "blocks_begin")(1, IN_ONE_WARP, counts.data_ptr(), counts.stride(0), ranks, features, begins)
         kernel(PADDING, "bags_pad")(
             blocks_for(max(len(values), len(homes)), THREADS), THREADS, counts.data_ptr(), counts.stride(0), features,
             begins, ranks, bound.ids, -1 if bound.rows is None else bound.rows, order, len(order), ids, len(ids), homes,
-            len(homes), sender.bags(offsets, samples), padded, values,
+            len(homes), sender.bags(offsets, of_bags, samples), padded, values,
         )  # fmt: skip
-    return PaddedBags(padded, values)
+    return PaddedBags(padded, values, of_bags)
 
 
 class Joined(NamedTuple):
@@ -174,7 +181,7 @@ class Joiner:
             )  # fmt: skip
             sums = torch.cumsum(marks, 0, dtype=torch.int32) if len(marks) else marks
             if bags:
-                kernel(PADDING, "bags_place")(of_bags, THREADS, of, self._pooled, edges, firsts, sums, begins)
+                kernel(PADDING, "bags_begin")(of_bags, THREADS, of, self._pooled, edges, firsts, sums, begins)
             kernel(PADDING, "ids_join")(
                 of_ids, THREADS, *given, of, self._pooled, ends, shift, sums, begins, rows, joined, ids, row, picked
             )

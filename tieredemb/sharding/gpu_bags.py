@@ -64,8 +64,7 @@ def chunks_of(n: int) -> int:
 
 class GpuPart:
     """What the bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
-    kernels that pool received rows. `columns`: int64 (F·D,), the output columns of bags of table-wise tables, by rank
-    and feature · `sender`: see there."""
+    kernels that pool received rows. `sender`: see there."""
 
     def __init__(self, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -84,12 +83,15 @@ class GpuPart:
             first=upload(space.first), table=upload(tables), owner=upload(part.owner), ranks=part.ranks,
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
-        self._lanes, self._vector = floats.lanes, floats.vector
-        self._columns_fit = not (space.column % self._vector).any()
-        by_rank = space.column[part.by_rank]
-        self.columns = upload((by_rank[:, None] + np.arange(space.width)).ravel())
-        most = ("-DHAS_MAX",) if self.lookup.has_max else ()
+        self._lanes, of_outputs = floats.lanes, RowFormat(width=space.width, dtype=config.output_dtype)
+        self._vectors = {  # by dtype, where all columns begin with one
+            dtype: its.vector
+            for dtype, its in ((torch.float32, floats), (config.output_dtype, of_outputs))
+            if not (space.column % its.vector).any()
+        }
+        most = ("-DHAS_MAX",) if self.lookup.has_max and not self.is_table_wise else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
+        self._output = (*OPTIONS, *of_outputs.flags)
         kernel(OWNERS, "owners_find").prepare(device.index)
         device_padding.prepare(device)
         self.sender = device_padding.Sender(part, device)
@@ -166,17 +168,34 @@ class GpuPart:
         return order, requested
 
     def gradient(
-        self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, divisor: float
+        self,
+        bags: DeviceBags,
+        order: torch.Tensor,
+        grad: torch.Tensor,
+        argmax: torch.Tensor | None,
+        divisor: float,
+        copies: int = 1,
     ) -> torch.Tensor:
-        """The gradients of the occurrences `order`, int64 (K,): float32 (K, D); see `Bags.gradient`."""
-        n = order.shape[0]
+        """The gradients of the occurrences `order`, int64 (K,), or, of table-wise tables, of these bags: float32
+        (K · `copies`, D); see `Bags.gradient`."""
+        n = order.shape[0] * copies
         rows = torch.empty((n, self.width), dtype=torch.float32, device=grad.device)
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *self._alignment(grad))
         gradient(
-            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
-            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, divisor, rows,
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n, order.shape[0],
+            0 if self.is_table_wise else bags.bag, max(1, bags.batch), self.space.column, self.space.mode, grad,
+            grad.shape[1], 0 if argmax is None else argmax, divisor, rows,
         )  # fmt: skip
         return rows
+
+    def unpack(self, order: torch.Tensor, rows: torch.Tensor, batch: int, out: torch.Tensor) -> None:
+        """Writes received `rows`, (F · B, D), which are the bags `order`, to the columns of their features in `out`,
+        (B, ΣD)."""
+        n = order.shape[0]
+        kernel(OCCURRENCES, "bags_unpack", *self._output, *self._alignment(out))(
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n, max(1, batch), self.space.column, rows, out,
+            out.shape[1],
+        )  # fmt: skip
 
     def send_gradient(
         self,
@@ -196,10 +215,11 @@ class GpuPart:
             to.of(OCCURRENCES),
         )  # fmt: skip
 
-    def _alignment(self, grad: torch.Tensor) -> tuple[str, ...]:
-        """The flags of kernels that read gradients of outputs, (B, ΣD): in vectors, or element by element where those
-        do not fit."""
-        fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
+    def _alignment(self, outputs: torch.Tensor) -> tuple[str, ...]:
+        """The flags of kernels that read or write outputs or their gradients, (B, ΣD): in vectors, or element by
+        element where those do not fit."""
+        vector = self._vectors.get(outputs.dtype)
+        fits = vector is not None and outputs.shape[1] % vector == 0 and outputs.data_ptr() % 16 == 0
         return () if fits else UNALIGNED
 
 
@@ -230,6 +250,7 @@ class GpuBags:
         self._part, self._bags = part, bags
         self._order, self._counts = order, counts
         self.requested = self._requested_rows = requested
+        self._bag_order = order[:0]
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -239,7 +260,7 @@ class GpuBags:
         self.ids = [bound.ids] * sender.receivers
         self.back, self.grads = self._sizes(bound)
         self.sent = sender.sizes(bound.ids, bags.batch)
-        self._order, self.requested = device_padding.pad_bags(
+        self._order, self.requested, self._bag_order = device_padding.pad_bags(
             sender, self._counts, self._order, self._requested_rows, bags.homes, bags.offsets, bound=bound,
             samples=bags.batch,
         )  # fmt: skip
@@ -309,8 +330,8 @@ class GpuBags:
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self.requested, self._requested_rows, self._counts)
-        held += (self._weights, self._argmax, self._rows)
+        held = (*vars(self._bags).values(), self._order, self._bag_order, self.requested, self._requested_rows)
+        held += (self._counts, self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
     def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -318,7 +339,11 @@ class GpuBags:
         all others. To be called behind `pad`."""
         named = vars(self._bags).items()
         relocated: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
-        self._bags, self._order = replace(self._bags, **relocated), put(self._order)
+        self._bags, self._order, self._bag_order = (
+            replace(self._bags, **relocated),
+            put(self._order),
+            put(self._bag_order),
+        )
         self.requested = self._requested_rows = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
@@ -351,16 +376,13 @@ class GpuTableWiseBags(GpuBags):
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        features = len(self._part.owner)
-        bags = rows.view(features, self._bags.batch, self._part.width).transpose(0, 1)
-        out.index_copy_(1, self._part.columns, bags.reshape(self._bags.batch, features * self._part.width))
+        with on_device(out.device):
+            self._part.unpack(self._bag_order, rows, self._bags.batch, out)
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        features, width = len(self._part.owner), self._part.width
-        rows = grad.index_select(1, self._part.columns).view(self._bags.batch, features, width).transpose(0, 1)
-        if divisor != 1.0:  # by a tensor, as torch would multiply by the inverse of a number
-            rows = rows / torch.full((1,), divisor, dtype=torch.float32, device=grad.device)
-        return copied(rows, self._part.part.copies).reshape(sum(self.grads), width), None
+        with on_device(grad.device):
+            order, copies = self._bag_order, self._part.part.copies
+            return self._part.gradient(self._bags, order, grad, None, divisor, copies), None
 
 
 class GpuFinder:

@@ -1,6 +1,7 @@
-// The gradients of occurrences, which are those of their bags, to be sent to the owners of their rows.
+// The gradients of occurrences, which are those of their bags, to be sent to the owners of their rows; and bags that
+// their owners have pooled.
 //
-// Compiled for float rows of one width: a group of lanes takes an occurrence.
+// Compiled for rows of one width, of floats, or of what bags are pooled to: a group of lanes takes a row.
 #include "common.cuh"
 #include "spread.cuh"
 
@@ -8,7 +9,7 @@ constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS >
 
 // Bags and their gradient, `grad` (B, total).
 struct Bags {
-    const int *bag;  // of each occurrence
+    const int *bag;  // of each occurrence; null where the bags themselves are sent
     int batch;
     const i64 *column;
     const int *mode;
@@ -19,7 +20,7 @@ struct Bags {
 
 // row = the gradient of the bag of occurrence i, divided by `share`; for a maximum, zero where another one was larger.
 __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float share, float *row) {
-    const int feature = bags.bag[i] / bags.batch, sample = bags.bag[i] - feature * bags.batch;
+    const int bag = bags.bag ? bags.bag[i] : (int)i, feature = bag / bags.batch, sample = bag - feature * bags.batch;
     const i64 from = sample * bags.total + bags.column[feature];
 #ifdef HAS_MAX
     const bool is_maximum = bags.mode[feature] == MAX;
@@ -37,14 +38,15 @@ __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float sh
     }
 }
 
-// rows[k] = the gradient of occurrence order[k]. Moves 8 D bytes an occurrence.
+// rows[k] = the gradient of occurrence order[k], and the same again behind every `period` of them. Moves 8 D bytes an
+// occurrence.
 extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
-    const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
+    const i64 *order, i64 n, i64 period, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
     i64 total, const int *argmax, float share, float *rows) {
     wait_for_prior_kernel();
     const Bags bags = {bag, batch, column, mode, grad, total, argmax};
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES)
-        write_gradient(bags, order[k], share, rows + k * WIDTH);
+        write_gradient(bags, order[k < period ? k : k % period], share, rows + k * WIDTH);
 }
 
 // The same, written to the memory of several ranks (`to`), as many to each.
@@ -58,4 +60,24 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
         write_gradient(bags, order[target.row], share, target.to);
     }
     publish_rows();
+}
+
+// Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total). Moves
+// 2 D bytes a bag for each byte of a number.
+extern "C" __global__ void __launch_bounds__(256) bags_unpack(const i64 *order, i64 n, int batch, const i64 *column,
+                                                              const row_t *rows, row_t *out, i64 total) {
+    wait_for_prior_kernel();
+    for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
+        const int bag = (int)order[k], feature = bag / batch, sample = bag - feature * batch;
+        row_t *to = out + sample * total + column[feature];
+        for (int unit = threadIdx.x % LANES; unit < UNITS; unit += LANES) {
+            const row_vector value = load_row(rows, k, unit);
+#ifdef UNALIGNED
+#pragma unroll
+            for (int e = 0; e < VECTOR; e++) to[unit * VECTOR + e] = value.v[e];
+#else
+            store_row(to, 0, unit, value);
+#endif
+        }
+    }
 }

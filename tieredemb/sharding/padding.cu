@@ -66,10 +66,12 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
 }
 
 // What is sent of bags that others pool. `held` (receivers + 1,): how many features come before those that each receiver
-// pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `copies`: how many ranks get
-// each message. Null where bags are pooled here.
+// pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `order`: receives which bag
+// each one is that comes back, rank by rank, sample by sample · `copies`: how many ranks get each message. Null where
+// bags are pooled here.
 struct SentBags {
     const i64 *held, *by_rank, *offsets;
+    i64 *order;
     i64 batch;
     int copies;
 };
@@ -78,7 +80,7 @@ struct SentBags {
 // and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
 // numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
 // inverted. Features of which nothing is requested have bags without ids. Moves 32 bytes an entry, 8 an occurrence, and
-// 24 a bag that others pool.
+// 32 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
     i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {
@@ -100,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 n_bags = bags.held ? features * bags.batch : 0;
     for (i64 k = thread_index(); k < n_bags; k += thread_count()) {
         const int j = (int)(k / bags.batch), rank = ranks > 1 ? upper_bound(bags.held + 1, ranks, j) : 0;
-        const i64 f = bags.by_rank[j], bag = f * bags.batch + k - j * bags.batch;
+        const i64 f = bags.by_rank[j], sample = k - j * bags.batch, bag = f * bags.batch + sample, held = bags.held[rank];
+        bags.order[held * bags.batch + sample * (bags.held[rank + 1] - held) + j - held] = bag;
         i64 count = 0;
         if (counts[rank * stride + f]) {
             const i64 end = bags.offsets[bag + 1] < n_homes ? bags.offsets[bag + 1] : n_homes;
@@ -206,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(256) marks_write(Messages a, Messag
 
 // Writes where bags begin among all ids to `begins`, and where runs end: a run is as many neighbouring features as are
 // pooled alike. `sums`: the running sum of `marks`. No bag reads beyond its feature.
-extern "C" __global__ void __launch_bounds__(256) bags_place(Samples samples, Pooled pooled, const i64 *edges,
+extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Pooled pooled, const i64 *edges,
                                                              i64 n_firsts, const int *sums, i64 *begins) {
     wait_for_prior_kernel();
     const i64 all = samples_before(samples, samples.ranks);
@@ -225,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_place(Samples samples, Po
 // number behind the last id; the id; and its row of the output: bags of each part, sample by sample, and below them a row
 // for each entry of part `a`, if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position of the id of each row that goes
 // back: one for each entry, or, where `rows` is positive, one for each first id, `rows` for each rank. `begins`: of bags
-// (`bags_place`). Moves 28 bytes an entry, and 8 or 12 more at random.
+// (`bags_begin`). Moves 28 bytes an entry, and 8 or 12 more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(
     Messages a, Messages b, Messages c, Samples samples, Pooled pooled, const i64 *ends, const i64 *shift,
     const int *sums, const i64 *begins, i64 rows, i64 *joined, i64 *ids, int *row, i64 *picked) {
