@@ -8,6 +8,7 @@ import weakref
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tieredemb.sharding.peer_exchange import words_of_region
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.symmetric import BufferSpec, SymmetricRows
 
-RANKS, RANK, WIDTH = 3, 1, 4
+RANKS, RANK, WIDTH, SAMPLES = 3, 1, 4, 7
 
 
 class Memory:
@@ -39,7 +40,11 @@ class Memory:
             return None
         begins = torch.zeros(RANKS, dtype=torch.int64)
         return [
-            SymmetricRows(torch.zeros(RANKS * spec.each, spec.width), RowSpread(begins, spec.each, RANK * spec.each))
+            SymmetricRows(
+                torch.zeros(RANKS * spec.each, spec.width),
+                RowSpread(begins, spec.each, RANK * spec.each),
+                (RANKS - 1) * spec.each,
+            )
             for spec in specs
         ]
 
@@ -61,6 +66,13 @@ class Memory:
         self.did.append(("close", frees))
 
 
+def part_of(space, *, is_table_wise):
+    """A part, of whose features the ranks hold one more than the rank before, if they hold them whole."""
+    held = [len(space.features) // RANKS + k for k in (-1, 0, 1)]
+    owner = np.repeat(np.arange(RANKS), held) if is_table_wise else np.full(len(space.features), -1)
+    return SimpleNamespace(is_table_wise=is_table_wise, space=space, owner=owner, held=held, ranks=RANKS, copies=1)
+
+
 @pytest.fixture
 def make_buffers(monkeypatch):
     """Of a width with row-wise parts, and others that are held whole, of so many features each."""
@@ -73,8 +85,13 @@ def make_buffers(monkeypatch):
     def make(*are_table_wise, features=(2, 3)):
         spaces = [SimpleNamespace(features=torch.zeros(each)) for each in features]
         of_parts = zip(are_table_wise, spaces, strict=True)
-        parts = [(SimpleNamespace(is_table_wise=is_whole, space=space), shard) for is_whole, space in of_parts]
-        return EagerBuffers(SimpleNamespace(exchange=exchange, device=torch.device("cuda", 0), parts=parts))
+        parts = [(part_of(space, is_table_wise=is_whole), shard) for is_whole, space in of_parts]
+        return EagerBuffers(
+            SimpleNamespace(
+                exchange=exchange, device=torch.device("cuda", 0), parts=parts, most_samples=SAMPLES,
+                output_dtype=torch.float32,
+            )
+        )  # fmt: skip
 
     return make
 
@@ -107,11 +124,11 @@ def test_buffers_are_allocated_for_forwards_that_recur(buffers):
     assert prepared(buffers, bounds(16, 8), LACKING - 1) is None
     assert not Memory.made
     row_wise, table_wise = prepared(buffers, bounds(16, 8), 1)
-    assert table_wise is None
     ((memory,), in_turn) = Memory.made, buffers._allocated
     assert memory.share == eager_buffers.SHARE
     assert [(spec.call, spec.part, spec.each, spec.dtype, spec.kind) for spec in memory.specs] == [
         (0, 0, 9, torch.bfloat16, ROWS), (1, 0, 9, torch.bfloat16, ROWS), (0, 0, 18, torch.float32, GRADIENTS),
+        (0, 1, 7, torch.float32, ROWS), (1, 1, 7, torch.float32, ROWS), (0, 1, 14, torch.float32, GRADIENTS),
     ]  # fmt: skip
     assert (row_wise.rows.to.each, row_wise.rows.to.first, len(row_wise.rows.received)) == (8, RANK * 8, RANKS * 8)
     assert (row_wise.grads.to.each, row_wise.grads.to.first, len(row_wise.grads.received)) == (
@@ -120,6 +137,32 @@ def test_buffers_are_allocated_for_forwards_that_recur(buffers):
         RANKS * 16,
     )
     assert row_wise.rows.received.data_ptr() == in_turn[0].received.data_ptr()
+    assert table_wise.rows.received.data_ptr() == in_turn[3].received.data_ptr()
+
+
+def test_bags_lie_owner_by_owner_and_their_gradients_rank_by_rank(buffers):
+    """Of three features the first rank holds none, and the last two."""
+    (_, table_wise) = prepared(buffers, bounds(16, 8))
+    ((part, _), memory) = buffers._context.parts[1], table_wise.grads.received
+    for samples in (7, 4):
+        its = [table_wise.of_bags(part, [samples] * RANKS, rank) for rank in range(RANKS)]
+        assert [each.rows.to.first for each in its] == [0, 0, samples]
+        assert [each.rows.to.each for each in its] == [0, samples, 2 * samples]
+        assert [len(each.rows.received) for each in its] == [3 * samples] * RANKS
+        assert [len(each.grads.received) for each in its] == [0, 3 * samples, 6 * samples]
+        assert [each.rows.sent for each in its] == [0, 2 * samples, 4 * samples]
+        assert [each.grads.sent for each in its] == [3 * samples, 2 * samples, samples]
+        assert all(each.grads.received.data_ptr() == memory.data_ptr() for each in its[1:])
+    assert table_wise.of_bags(part, [7, 7, 6], 0) is None
+    assert table_wise.of_bags(part, [8, 8, 8], 0) is None
+
+
+def test_more_samples_than_before_need_larger_buffers(buffers):
+    prepared(buffers, bounds(16, 8))
+    buffers._context.most_samples = 9
+    assert buffers.of(bounds(16, 8)) is None
+    assert prepared(buffers, bounds(16, 8)) is not None
+    assert [spec.each for spec in Memory.made[1].specs] == [9, 9, 18, 9, 9, 18]
 
 
 def test_a_row_may_come_back_for_each_id(buffers):
@@ -139,7 +182,7 @@ def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
     assert (
         buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0].received.data_ptr()
     )  # not in what was given up
-    assert [spec.each for spec in second.specs] == [9, 9, 45]  # what fitted still does
+    assert [spec.each for spec in second.specs] == [9, 9, 45, 7, 7, 14]  # what fitted still does
     assert first.did[before:] == ["wait_stream", ("close", True)]  # behind its last use, on whatever stream
     assert buffers.wait_seconds == 1.0
 
@@ -237,11 +280,6 @@ def test_a_forward_sends_behind_one_that_has_failed(buffers):
     assert Memory.made[0].did[-1] == "wait_stream"  # what is sent comes behind what was written
     buffers.rows_sent()
     assert forward(buffers, 6, its) not in (None, first)
-
-
-def test_what_table_wise_tables_exchange_needs_no_buffer(buffers):
-    prepared(buffers, bounds(16, 8))
-    assert buffers.of((Bound(16, 8), Bound(10**6, None))) is not None
 
 
 def test_none_are_allocated_while_a_backward_has_yet_to_come(buffers):

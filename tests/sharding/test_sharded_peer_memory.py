@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.eager_buffers import EagerBuffers
-from tieredemb.sharding.gpu_bags import GpuBags
+from tieredemb.sharding.gpu_bags import GpuBags, GpuTableWiseBags
 from tieredemb.sharding.peer_exchange import PeerExchange
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
@@ -47,7 +47,7 @@ def writing(*, peers=True, has_barriers=True):
 
 
 def captured_run(rank, size, tables, sharding, *given):
-    with writing(has_barriers=sharding != "tables"):
+    with writing():
         return test_sharded_gpus.captured_run(rank, size, tables, sharding, *given)
 
 
@@ -58,7 +58,7 @@ AT_ONCE_OR_AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at once
 @pytest.mark.parametrize(
     "keywords",
     [
-        *({"sharding": sharding} for sharding in ("rows", "tables", "every other")),
+        *({"sharding": sharding} for sharding in ("rows", "tables", "copies", "every other")),
         *({"capacity": capacity, "sharding": "rows"} for capacity in (2, 0.3, 1.0)),
         *({"shape": shape} for shape in ("ones", "equal", "some equal", "mostly empty")),
         {"optimizer": te.Adam(lr=0.05)},
@@ -80,9 +80,10 @@ def test_many_steps(world, ahead):
 def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
     """As `captured_run`, by eager steps, most of which write."""
     with (
-        writing(has_barriers=sharding != "tables"),
+        writing(),
         calls_of(EagerBuffers, "rows_exchanged") as written,
-        calls_of(GpuBags, "send_gradient") as gradients,
+        calls_of(GpuBags, "send_gradient") as of_rows,
+        calls_of(GpuTableWiseBags, "send_gradient") as of_bags,
     ):
         model = ShardedTieredEmbeddingBagCollection(
             tables, sharding=sharding_of(sharding, tables), average=False, **keywords
@@ -96,7 +97,8 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
             outputs.append(out.detach())
         weights = dict(model.state_dict())
         model.close()
-    assert min(len(written), len(gradients)) >= (steps // 2 if sharding != "tables" else 0)
+    kinds = [of_rows] * (sharding != "tables") + [of_bags] * (sharding != "rows")
+    assert min(map(len, [written, *kinds])) >= steps // 2
     return torch.stack(outputs), weights, steps
 
 
@@ -113,7 +115,7 @@ def test_eager_steps_over_files_write_to_the_bits_of_one_process(world, ahead):
 
 @AT_ONCE_OR_AHEAD
 @pytest.mark.parametrize("keywords", [
-    *({"sharding": sharding} for sharding in ("rows", "tables", "every other")),
+    *({"sharding": sharding} for sharding in ("rows", "tables", "copies", "every other")),
     {"capacity": 2}, {"shape": "ones"}, {"shape": "mostly empty"}, {"optimizer": te.Adam(lr=0.05)}, {"max_norm": 0.5},
     {"max_ids": LONGEST}, {"dtype": torch.bfloat16, "rounding": "stochastic"},
 ], ids=str)  # fmt: skip

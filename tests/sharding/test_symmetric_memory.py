@@ -226,7 +226,11 @@ def captures_of(gpus, monkeypatch):
 
 def _captures_of(monkeypatch, row_bound, *, has_whole):
     def part(width, *, is_table_wise):
-        return SimpleNamespace(is_table_wise=is_table_wise, space=SimpleNamespace(width=width, features=[0, 1, 2]))
+        owner = [0, 1, 1] if is_table_wise else [-1, -1, -1]
+        return SimpleNamespace(
+            is_table_wise=is_table_wise, space=SimpleNamespace(width=width, features=[0, 1, 2]), owner=owner,
+            held=[1, 2], ranks=2, copies=1,
+        )  # fmt: skip
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=has_whole)], [part(8, is_table_wise=False)]]
@@ -238,6 +242,7 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
     context.exchange.failures, context.exchange.counting_replays = 0, contextlib.nullcontext
     context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
+    context.most_samples, context.output_dtype = 7, torch.float32
     captures, met, made = Captures(context, None, None), [], []
     monkeypatch.setattr(captures.symmetric, "make", lambda buffers, bounds: (made.append(bounds), buffers)[1])
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
@@ -248,7 +253,7 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
 def test_forwards_of_a_step_have_buffers_in_turn(captures_of, ahead, row_bound, rows):
-    """Of each row-wise part for rows and for gradients; there is one barrier, before the first is used."""
+    """Of each part for rows, or bags, and for gradients; there is one barrier, before the first is used."""
     captures, met = captures_of(row_bound, has_whole=True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
     assert captures.buffers() is None
@@ -259,7 +264,10 @@ def test_forwards_of_a_step_have_buffers_in_turn(captures_of, ahead, row_bound, 
     assert captures.buffers() is None
     for call in range(2):
         one, whole, other = found[call]
-        assert whole is None
+        assert whole == (  # three bags of a sample come back, and one rank pools two of them
+            BufferSpec(call, 1, 11, 4, torch.float32, ROWS),
+            BufferSpec(call, 1, 14, 4, torch.float32, GRADIENTS),
+        )
         assert one == (
             BufferSpec(call, 0, rows, 4, torch.bfloat16, ROWS),
             BufferSpec(call, 0, 50, 4, torch.float32, GRADIENTS),

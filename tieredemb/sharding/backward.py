@@ -15,6 +15,7 @@ from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.exchange import LeavingOnError, Sending
 from tieredemb.sharding.header import Header, Phase
+from tieredemb.sharding.symmetric import SymmetricRows
 from tieredemb.step.program import Call, in_forward_order
 
 # flags in the header of a backward
@@ -30,7 +31,7 @@ class ReadyGradients(NamedTuple):
     `is_final`: whether an update takes what is received as it is, so that no rank can fail before the update; the same
     on all ranks."""
 
-    sending: list[list[Sending | torch.Tensor]]
+    sending: list[list[Sending | SymmetricRows]]
     kept: list[torch.Tensor | None]
     is_infinite: bool
     is_final: bool

@@ -45,12 +45,13 @@ from tieredemb.sharding.header import Bound, Bounds, Counts, Header, LargestRequ
 from tieredemb.sharding.request import Request, RequestPart
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
+from tieredemb.sharding.symmetric import SymmetricRows
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.program import NUMBERS, Call
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.gpu_bags import GpuBags
+    from tieredemb.sharding.gpu_bags import GpuBags, GpuTableWiseBags
     from tieredemb.sharding.peer_exchange import PeerExchange
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory
@@ -99,6 +100,7 @@ class ShardedCall:
     _most_requested: Sequence[LargestRequest]
     _is_check_deferred = False
     _bounds: Bounds  # of the exchange
+    _samples: Sequence[int]  # of each rank
     _recorded: RecordedRequest | None = None  # the graphs that find and send its ids, if there are any
     # of each part, the buffers where ranks write into each other's memory and send nothing; and whose barrier they use
     _buffers: Sequence[PartBuffers | None] = ()
@@ -235,7 +237,7 @@ class ShardedCall:
             with LeavingOnError(context.exchange):
                 self._eager_buffers.prepare(bounds)
         self._note_announced(header.flags)
-        self.exchange_number, self._bounds = context.number, bounds
+        self.exchange_number, self._bounds, self._samples = context.number, bounds, header.samples
         with LeavingOnError(context.exchange):
             return self._exchange_ids(header.samples)
 
@@ -250,6 +252,7 @@ class ShardedCall:
         """The bounds of the exchange: those used before, if they take all that any rank requests, else just as much as
         that. None where a rank does not know that yet."""
         context, most, bounds = self.context, header.most, None
+        context.most_samples = max(context.most_samples, *header.samples)
         if self._is_captured:
             context.learn_ids(most)
         if self._is_captured or context.max_ids is not None:
@@ -363,7 +366,7 @@ class ShardedCall:
 
     def _look_up(
         self, weights: Sequence[torch.Tensor | None], *, trains: bool, recomputed: bool
-    ) -> tuple[list[Sending | torch.Tensor], list[tuple[Bags, Sending]]]:
+    ) -> tuple[list[Sending | SymmetricRows], list[tuple[Bags, Sending]]]:
         """Looks up what is requested of this rank. Returns, of each part, what is to be sent, or the buffer that ranks
         write to; and the rows of all ids, for gradients of weights. `weights`: see `_exchange_weights`."""
         context, rows_of_parts, rows_of_all_ids = self.context, list[torch.Tensor](), list[torch.Tensor | None]()
@@ -378,14 +381,19 @@ class ShardedCall:
         ):
             call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
             self._calls.append(call)
-            call.rows_to = next((buffer.rows.to for buffer in buffers if buffer is not None), None)
+            buffer = None if request.row_wise is None else buffers[request.row_wise]
+            call.rows_to = None if buffer is None or buffer.rows is None else buffer.rows.to
             found = request.look_up(call, weights_of_shard, context.output_dtype, trains=trains, every=every)
             rows_of_parts += found[0]
             rows_of_all_ids += found[1]
-        sending = [
-            context.exchange.sending(answer, part.answer, bags.back) if buffer is None else buffer.rows.received
-            for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._bags, self._buffers, strict=True)
-        ]
+        sending = list[Sending | SymmetricRows]()
+        for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._bags, self._buffers, strict=True):
+            if buffer is None or buffer.rows is None:
+                sending.append(context.exchange.sending(answer, part.answer, bags.back))
+                continue
+            if part.is_table_wise:
+                cast("GpuTableWiseBags", bags).spread(answer, buffer.rows.to)
+            sending.append(buffer.rows)
         return sending, self._rows_for_weights(rows_of_all_ids)
 
     def _find_buffers(self) -> Sequence[PartBuffers | None]:
@@ -397,24 +405,29 @@ class ShardedCall:
             buffers, self._memory = captures.buffers(), captures.symmetric
         elif eager is not None:
             buffers, self._memory = eager.of(self._bounds), eager
-        if buffers is not None and all(
-            buffer is None or (buffer.rows.to.each, buffer.grads.to.each) == (part.answer[0], part.grads[0])
-            for part, buffer in zip(self._parts, buffers, strict=True)
-        ):
-            return buffers
+        if buffers is not None:
+            rank = self.context.exchange.rank
+            buffers = [
+                buffer if buffer is None or not part.is_table_wise else buffer.of_bags(part, self._samples, rank)
+                for (part, _), buffer in zip(self.context.parts, buffers, strict=True)
+            ]
+            if all(
+                part.is_table_wise or buffer is None or buffer.is_for(part.answer[0], part.grads[0])
+                for part, buffer in zip(self._parts, buffers, strict=True)
+            ):
+                return buffers
         self._memory = None  # also where a captured forward was not planned ahead, as others of its step were
         return [None] * len(self._bags)
 
-    def _receive(self, sending: Sequence[Sending | torch.Tensor], kind: str) -> list[torch.Tensor]:
+    def _receive(self, sending: Sequence[Sending | SymmetricRows], kind: str) -> list[torch.Tensor]:
         """Receives several tensors of one `kind`, which all ranks send; or, for a buffer that ranks write to, waits at
-        the barrier."""
-        exchange, written = self.context.exchange, [each for each in sending if isinstance(each, torch.Tensor)]
-        if written:
-            assert self._memory is not None
+        the barrier. Behind rows there is one even where none were written, as gradients may be."""
+        exchange, written = self.context.exchange, [each for each in sending if isinstance(each, SymmetricRows)]
+        if self._memory is not None and (written or kind == ROWS):
             self._memory.barrier()
-        for each in written:  # as much as is received from others
-            exchange.count(kind, each, len(each) - len(each) // exchange.size)
-        return [each if isinstance(each, torch.Tensor) else exchange.send(each, kind) for each in sending]
+        for each in written:
+            exchange.count(kind, each.received, each.sent)
+        return [each.received if isinstance(each, SymmetricRows) else exchange.send(each, kind) for each in sending]
 
     def _check_after_exchange(self) -> None:
         """Checks behind the exchange whether the request fitted it. Waits until its ids were found, which was long
@@ -523,7 +536,7 @@ class ShardedCall:
         is_infinite = context.is_scaled and self._is_infinite(grad)
         buffers, sending, kept = (
             self._buffers_of_gradients(),
-            list[list[Sending | torch.Tensor]](),
+            list[list[Sending | SymmetricRows]](),
             list[torch.Tensor | None](),
         )
         # other ranks write to eager buffers again in their next forward
@@ -533,10 +546,10 @@ class ShardedCall:
             if buffer is None:
                 rows, scale = bags.gradient(grad, context.divisor)
             else:
-                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to)
+                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to, exchange.rank)
             given = [values for values in (rows, scale) if values is not None]
             of_part = [exchange.sending(values, bags.grads, part.grads) for values in given]
-            sending.append([*of_part] if buffer is None else [buffer.grads.received, *of_part])
+            sending.append([*of_part] if buffer is None else [buffer.grads, *of_part])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
         for call in self._calls:
             check_update(call)

@@ -135,23 +135,23 @@ class Captures(Agreement):
 
     def _make_buffers(self, calls: int) -> Iterator[list[PartBuffers | None]]:
         """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
-        for each row-wise part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
+        for each part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
         context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
         bounds = context.bounds(context.row_bound if self._goes_ahead else None)
         if bounds is None:
             return iter(())
         for call in range(calls):
-            for number, ((part, shard), bound) in enumerate(zip(parts, bounds, strict=True)):
-                if not part.is_table_wise:
-                    specs.append(BufferSpec.for_rows(call, number, shard, bound))
-                    specs.append(BufferSpec.for_gradients(call, number, shard, bound))
+            for number, bound in enumerate(bounds):
+                rows = BufferSpec.for_rows(context, call, number, bound)
+                specs += [] if rows is None else [rows]
+                specs.append(BufferSpec.for_gradients(context, call, number, bound))
         made = self.symmetric.make(specs, bounds)
         if made is None:
             return iter(())
         allocated = iter(made)
         return self._behind_barrier(
             [
-                [None if part.is_table_wise else PartBuffers(next(allocated), next(allocated)) for part, _ in parts]
+                [PartBuffers(next(allocated) if part.copies == 1 else None, next(allocated)) for part, _ in parts]
                 for _ in range(calls)
             ]
         )

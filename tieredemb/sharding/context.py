@@ -49,7 +49,8 @@ class ShardedContext:
     else captured steps learn it from what they have requested so far, as all ranks know · `number`: of the last
     exchange · `most_rows`: the most different rows that this rank has requested from another in one part, of batches
     that captured steps plan ahead · `row_bound`: how many come back there, once the ranks have compared ·
-    `offers_ahead`: whether this rank would plan eager steps ahead · `plans_ahead`: whether all ranks do."""
+    `most_samples`: of any rank in any forward so far · `offers_ahead`: whether this rank would plan eager steps ahead ·
+    `plans_ahead`: whether all ranks do."""
 
     layout: Layout
     exchange: Exchange
@@ -65,6 +66,7 @@ class ShardedContext:
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None
+    most_samples: int = 0
     offers_ahead: bool = True
     plans_ahead: bool = True
     _learned: tuple[int, ...] | None = None

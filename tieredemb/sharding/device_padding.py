@@ -38,20 +38,21 @@ _UPLOADED: list[torch.Tensor] = []  # by graphs, which may be replayed for as lo
 
 
 class Sender:
-    """What messages for one `part` have in common."""
+    """What messages for one `part` have in common. `held`: of each receiver how many features' bags it pools ·
+    `before`: int64 (receivers + 1,), how many those before it pool, or 0 where none does."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
         self.receivers = part.ranks * part.copies
         held = list(itertools.accumulate(part.held * part.copies, initial=0)) if part.is_table_wise else []
         self.held = [after - before for before, after in itertools.pairwise(held)] or [0] * self.receivers
-        self._before = upload(held, device) if held else 0
+        self.before = upload(held, device) if held else 0
         self._by_rank = torch.from_numpy(part.by_rank).to(device) if held else 0
 
     def bags(self, offsets: torch.Tensor, order: torch.Tensor, samples: int) -> StructValue:
         """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,) · `order`: see `PaddedBags`."""
         return struct_type(PADDING, "SentBags")(
-            held=self._before,
+            held=self.before,
             by_rank=self._by_rank,
             offsets=offsets,
             order=order,

@@ -1,7 +1,8 @@
 """Buffers in each other's memory: eager forwards of ranks write rows and gradients there, and ids where all tables are
 row-wise, and NCCL sends none of these.
 
-Each row-wise part has two buffers for rows, which forwards use alternately, and one for gradients. A rank writes the
+Each part has two buffers for rows, or bags, which forwards use alternately, and one for gradients; a replicated one has
+the latter alone. A rank writes the
 rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of the last forward
 that used the same buffer. It writes gradients behind the barrier of their own forward: by then all ranks have updated
 their rows by the gradients that were in the buffer. So a forward has one barrier, behind its rows, and its backward has
@@ -40,7 +41,8 @@ class EagerBuffers:
         self._context = context
         self._memory: SymmetricMemory | None = None
         self._capacity: Bounds = ()
-        self._allocated: Sequence[SymmetricRows] = ()  # of each row-wise part: those for rows, and that for gradients
+        self._samples = 0  # of each rank, as far as bags fit
+        self._allocated: Sequence[SymmetricRows] = ()  # of each part: those for rows, and that for gradients
         self._ids: PeerExchange | None = None  # where all parts are row-wise
         self._views: dict[tuple[Bounds, int], Sequence[PartBuffers | None]] = {}
         self._next = 0  # the buffer for the rows of the next forward
@@ -77,9 +79,10 @@ class EagerBuffers:
     def _fits(self, bounds: Bounds) -> bool:
         each = zip(bounds, self._capacity, self._context.parts, strict=False)
         return bool(self._capacity) and all(
-            bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
+            self._context.most_samples <= self._samples
+            if part.is_table_wise
+            else bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
             for bound, capacity, (part, _) in each
-            if not part.is_table_wise
         )
 
     def _allocate(self, bounds: Bounds) -> None:
@@ -87,11 +90,11 @@ class EagerBuffers:
             Bound(max(_more(bound.ids), old.ids), max(_more(bound.row_count), old.row_count))
             for bound, old in zip(bounds, self._capacity or bounds, strict=True)
         )
-        specs = []
-        for number, ((part, shard), bound) in enumerate(zip(self._context.parts, capacity, strict=True)):
-            if not part.is_table_wise:
-                specs += [BufferSpec.for_rows(each, number, shard, bound) for each in range(ALTERNATING)]
-                specs.append(BufferSpec.for_gradients(0, number, shard, bound))
+        context, specs = self._context, list[BufferSpec]()
+        for number, bound in enumerate(capacity):
+            rows = [BufferSpec.for_rows(context, each, number, bound) for each in range(ALTERNATING)]
+            specs += [each for each in rows if each is not None]
+            specs.append(BufferSpec.for_gradients(context, 0, number, bound))
         if self._memory is not None:
             self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         if self._ids is not None:
@@ -105,6 +108,7 @@ class EagerBuffers:
             self._waited += self._memory.wait_seconds
             self._release(frees=True)
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
+        self._samples = context.most_samples
         self._ids = memory.exchange_of_ids(capacity)
 
     def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
@@ -114,8 +118,8 @@ class EagerBuffers:
 
     def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
         """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
-        each rank as it exchanges. None where they do not fit, or where a forward has failed before. The current stream
-        may write there from now on."""
+        each rank as it exchanges; of others whole ones (`PartBuffers.of_bags`). None where they do not fit, or where a
+        forward has failed before. The current stream may write there from now on."""
         memory = self._memory
         if memory is None or self.is_off:
             return None
@@ -132,11 +136,11 @@ class EagerBuffers:
     def _view(self, bounds: Bounds) -> Sequence[PartBuffers | None]:
         each, rank, views = iter(self._allocated), self._context.exchange.rank, list[PartBuffers | None]()
         for (part, _), bound in zip(self._context.parts, bounds, strict=True):
-            if part.is_table_wise:
-                views.append(None)
-                continue
-            rows, grads = [next(each) for _ in range(ALTERNATING)][self._next], next(each)
-            views.append(PartBuffers(rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)))
+            rows = [next(each) for _ in range(ALTERNATING)][self._next] if part.copies == 1 else None
+            grads = next(each)
+            if rows is not None and not part.is_table_wise:
+                rows, grads = rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)
+            views.append(PartBuffers(rows, grads))
         return views
 
     def wait_stream(self) -> None:

@@ -188,6 +188,23 @@ class GpuPart:
         )  # fmt: skip
         return rows
 
+    def send_bag_gradients(
+        self, order: torch.Tensor, grad: torch.Tensor, batch: int, divisor: float, to: RowSpread, rank: int
+    ) -> None:
+        """Writes the gradients of the bags `order`, int64 (F · B,), to the memory of their owners. `rank`: this one."""
+        n = order.shape[0] * self.part.copies
+        kernel(OCCURRENCES, "bags_send", *self._gradient, *self._alignment(grad))(
+            blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, order.shape[0], max(1, batch),
+            self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before, len(to.begins), rank,
+        )  # fmt: skip
+
+    def spread(self, bags: torch.Tensor, to: RowSpread) -> None:
+        """Writes `bags` that were pooled here, (W · each, D), to the memory of the ranks."""
+        n = bags.shape[0]
+        kernel(OCCURRENCES, "bags_spread", *self._output)(
+            blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, bags, n, to.of(OCCURRENCES)
+        )
+
     def unpack(self, order: torch.Tensor, rows: torch.Tensor, batch: int, out: torch.Tensor) -> None:
         """Writes received `rows`, (F · B, D), which are the bags `order`, to the columns of their features in `out`,
         (B, ΣD)."""
@@ -257,6 +274,8 @@ class GpuBags:
 
     def pad(self, bound: Bound) -> None:
         sender, bags = self._part.sender, self._bags
+        if self._part.is_table_wise:  # no rows come back
+            bound = Bound(bound.ids, None)
         self.ids = [bound.ids] * sender.receivers
         self.back, self.grads = self._sizes(bound)
         self.sent = sender.sizes(bound.ids, bags.batch)
@@ -308,8 +327,8 @@ class GpuBags:
         with on_device(grad.device):
             return self._part.gradient(bags, self._order, grad, self._argmax, divisor), self._scale()
 
-    def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread) -> torch.Tensor | None:
-        """Writes the gradients to their owners' memory; returns their factors, as `gradient` does."""
+    def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread, rank: int) -> torch.Tensor | None:
+        """Writes the gradients to their owners' memory; returns their factors, as `gradient` does. `rank`: this one."""
         bags = self._bags
         with on_device(grad.device):
             if bags.homes.shape[0]:
@@ -383,6 +402,16 @@ class GpuTableWiseBags(GpuBags):
         with on_device(grad.device):
             order, copies = self._bag_order, self._part.part.copies
             return self._part.gradient(self._bags, order, grad, None, divisor, copies), None
+
+    def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread, rank: int) -> torch.Tensor | None:
+        with on_device(grad.device):
+            self._part.send_bag_gradients(self._bag_order, grad, self._bags.batch, divisor, to, rank)
+        return None
+
+    def spread(self, bags: torch.Tensor, to: RowSpread) -> None:
+        """Writes `bags` that this rank has pooled to the memory of the ranks that have requested them."""
+        with on_device(bags.device):
+            self._part.spread(bags, to)
 
 
 class GpuFinder:

@@ -62,6 +62,35 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
     publish_rows();
 }
 
+// The gradients of bags, to the owners, in whose memory, begins[·], the ones of each rank lie behind those of the ranks
+// before. `held` (receivers + 1,): of all features, in the order of the owners, how many come before those of each one.
+extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 period, int batch,
+                                                            const i64 *column, const float *grad, i64 total,
+                                                            float share, const i64 *begins, const i64 *held,
+                                                            int receivers, int rank) {
+    wait_for_prior_kernel();
+    const Bags bags = {nullptr, batch, column, nullptr, grad, total, nullptr};
+    for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
+        int to = 0;
+        while (to + 1 < receivers && k >= held[to + 1] * batch) to++;
+        const i64 place = k - held[to] * batch + rank * batch * (held[to + 1] - held[to]);
+        write_gradient(bags, order[k < period ? k : k % period], share,
+                       reinterpret_cast<float *>(begins[to]) + place * WIDTH);
+    }
+    publish_rows();
+}
+
+// Rows that lie rank by rank, to the memory of these ranks. Moves 2 D bytes a row for each byte of a number.
+extern "C" __global__ void __launch_bounds__(256) bags_spread(const row_t *rows, i64 n, Spread to) {
+    wait_for_prior_kernel();
+    for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
+        const Target<row_t> target = target_of<row_t>(to, k, WIDTH);
+        for (int unit = threadIdx.x % LANES; unit < UNITS; unit += LANES)
+            store_row(target.to, 0, unit, load_row(rows, target.row, unit));
+    }
+    publish_rows();
+}
+
 // Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total). Moves
 // 2 D bytes a bag for each byte of a number.
 extern "C" __global__ void __launch_bounds__(256) bags_unpack(const i64 *order, i64 n, int batch, const i64 *column,

@@ -185,6 +185,11 @@ class Request:
         return torch.where(is_here, self._joined - start, entries)
 
     @property
+    def row_wise(self) -> int | None:
+        """The number of the part whose rows go back, if there is one."""
+        return self._layout.row_wise
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether the gradient of its output is what its one part receives, unchanged."""
         return len(self.parts) == 1 and not self.parts[0].is_table_wise

@@ -54,15 +54,23 @@ class BufferSpec(NamedTuple):
     kind: str
 
     @classmethod
-    def for_rows(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
-        """For the rows of part `number`, which belongs to `shard`."""
-        dtype = shard.engine.tables.config.output_dtype
-        return cls(call, number, bound.row_count, shard.space.width, dtype, ROWS)
+    def for_rows(cls, context: ShardedContext, call: int, number: int, bound: Bound) -> BufferSpec | None:
+        """For the rows of part `number`, or its bags, of at most as many samples as any forward had so far. None where
+        bags stay on their rank."""
+        part, shard = context.parts[number]
+        if part.copies > 1:
+            return None
+        each, dtype = bound.row_count, shard.engine.tables.config.output_dtype
+        if part.is_table_wise:
+            each, dtype = -(-len(part.owner) * context.most_samples // part.ranks), context.output_dtype
+        return cls(call, number, each, shard.space.width, dtype, ROWS)
 
     @classmethod
-    def for_gradients(cls, call: int, number: int, shard: Shard, bound: Bound) -> BufferSpec:
+    def for_gradients(cls, context: ShardedContext, call: int, number: int, bound: Bound) -> BufferSpec:
         """For their gradients."""
-        return cls(call, number, bound.ids, shard.space.width, torch.float32, GRADIENTS)
+        part, shard = context.parts[number]
+        each = max(part.held) * context.most_samples if part.is_table_wise else bound.ids
+        return cls(call, number, each, shard.space.width, torch.float32, GRADIENTS)
 
     @classmethod
     def for_ids(cls, parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> BufferSpec | None:
@@ -76,22 +84,45 @@ class BufferSpec(NamedTuple):
 @dataclass(frozen=True)
 class SymmetricRows:
     """A buffer on this rank, `received` (W · each, D), to which all ranks write their rows, rank by rank; and `to`:
-    where this rank writes its rows on each of them."""
+    where this rank writes its rows on each of them. Of the gradients of bags `to` says where memory begins
+    (`GpuBags.send_gradient`). `sent`: how many rows go to other ranks."""
 
     received: torch.Tensor
     to: RowSpread
+    sent: int
 
     def of_fewer(self, each: int, rank: int) -> SymmetricRows:
         """The beginning of it, for `each` rows of each rank. `rank`: this one."""
-        to = RowSpread(self.to.begins, each, rank * each)
-        return SymmetricRows(self.received[: len(to.begins) * each], to)
+        ranks = len(self.to.begins)
+        return self.beginning(ranks * each, each, rank * each, (ranks - 1) * each)
+
+    def beginning(self, count: int, each: int, first: int, sent: int) -> SymmetricRows:
+        """Its first `count` rows; this rank writes `each` rows to each one, behind the `first`."""
+        return SymmetricRows(self.received[:count], RowSpread(self.to.begins, each, first), sent)
 
 
 class PartBuffers(NamedTuple):
-    """The buffers of one part of a forward: for its rows, and for their gradients."""
+    """The buffers of one part of a forward: for its rows, or bags, if they are exchanged, and for the gradients."""
 
-    rows: SymmetricRows
+    rows: SymmetricRows | None
     grads: SymmetricRows
+
+    def is_for(self, rows: int, grads: int) -> bool:
+        """Whether each rank gets so many rows and gradients."""
+        return self.rows is not None and (self.rows.to.each, self.grads.to.each) == (rows, grads)
+
+    def of_bags(self, part: Part, samples: Sequence[int], rank: int) -> PartBuffers | None:
+        """Those of a `part` whose tables are held whole, where the ranks have so many `samples`; None where these
+        differ, or do not fit."""
+        each, held = samples[0], part.held * part.copies
+        own, ranks, bags = held[rank] * each, len(held), sum(part.held) * each
+        is_enough = len(self.grads.received) >= ranks * max(held) * each
+        if any(count != each for count in samples) or not is_enough:
+            return None
+        grads = self.grads.beginning(ranks * own, own, 0, sum(held) * each - own)
+        if self.rows is None:
+            return PartBuffers(None, grads)
+        return PartBuffers(self.rows.beginning(bags, own, sum(held[:rank]) * each, (ranks - 1) * own), grads)
 
 
 class Mapped(NamedTuple):
@@ -280,7 +311,8 @@ class SymmetricMemory:
         buffer = memory[start : start + count * spec.width * spec.dtype.itemsize]
         where = torch.tensor([begin + start for begin in begins], dtype=torch.int64, device=self._device)
         to = RowSpread(where, spec.each, self._exchange.rank * spec.each)
-        return SymmetricRows(buffer.view(spec.dtype).view(count, spec.width), to)
+        sent = (self._exchange.size - 1) * spec.each
+        return SymmetricRows(buffer.view(spec.dtype).view(count, spec.width), to, sent)
 
 
 @contextlib.contextmanager
