@@ -123,8 +123,8 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
     samples = timed(
         lambda: pool(
-            blocks, 256, weight, 0, 0, homes, offsets, BATCH, len(homes), mode, column, 0, 0, out, TABLES * WIDTH,
-            0,
+            blocks, 256, weight, 0, 0, homes, offsets, BATCH, BATCH, len(homes), mode, column, 0, 0, out,
+            TABLES * WIDTH, 0,
         )
     )  # fmt: skip
     if not torch.equal(out[7, :WIDTH], weight[homes[7].long()]):

@@ -349,7 +349,8 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=3, first=6)
     width.send_gradient(bags._bags, torch.zeros(9, dtype=torch.int64), grad, None, 2.0, to)
     kernels = {*read("sharding/owners.cu").kernels, *read("sharding/occurrences.cu").kernels}
-    assert {*launched} == kernels - {"bags_unpack"} | {"offsets_check", "bags_fill"}
+    of_bags = {"bags_send", "bags_spread", "bags_unpack"}
+    assert {*launched} == kernels - of_bags | {"offsets_check", "bags_fill"}
 
 
 @pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated()])
@@ -397,7 +398,10 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
     assert scale is None or scale.shape == (15,)
     if part.is_table_wise:
         bags.pool(torch.zeros(6, 8), None, torch.zeros(3, 16), keep=False, keep_rows=False)
-        assert "bags_unpack" in launched
+        to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=3, first=0)
+        assert bags.send_gradient(torch.zeros(3, 16), 2.0, to, 1) is None
+        bags.spread(torch.zeros(9, 8), to)
+        assert {*launched} >= {"bags_send", "bags_spread", "bags_unpack"}
     sent = bags.sent_weights(torch.zeros(count))
     assert sent is None if not part.is_table_wise else sent.shape == (15,)
 
@@ -409,14 +413,14 @@ def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, s
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(3)]
     parts = parts_of(Layout(tables, 2, sharding), (0, 1, 2), [0, 8, 16])
     order = RequestLayout(parts, 0, 2, torch.device("cpu"))
-    pooled = [PooledFeature(p, k, f, 0) for f, (p, k) in enumerate(order.pooled)]
+    pooled = [PooledFeature(p, k, f) for p, its in enumerate(order.pooled) for k, f in enumerate(its)]
     joiner = Joiner(parts, 2, order.order.tolist(), pooled, torch.device("cpu"))
     bounds = [Bound(5, rows)] * len(parts)
     messages = [torch.zeros(sum(part.message), dtype=torch.int64) for part in order.of(samples, bounds).parts]
     joined = joiner.join(messages, samples, bounds)
     bags = len(pooled) * sum(samples)
     assert (joined.ids.shape, joined.row.shape) == ((10 * len(parts),), (10 * len(parts),))
-    assert joined.begins.shape == (bags + (bags > 0),)
+    assert joined.begins.shape == ((bags + len(pooled)) * (bags > 0),)
     is_row_wise = not parts[0].is_table_wise
     assert joined.picked.shape == (is_row_wise * (10 if rows is None else 8),)
     assert {*launched} == {"pieces_find", "marks_write", "ids_join"} | ({"bags_begin"} if bags else set())

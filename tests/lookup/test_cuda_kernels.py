@@ -237,8 +237,8 @@ def test_pooled_lookup_equals_torch(width, dtype):
     groups = tables * ((batch + 3) // 4)
     flags = (*options(dtype, width), "-DHAS_MAX")
     Kernel("lookup/embedding_bag.cu", "bags_pool", flags)(
-        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, 0,
-        out, tables * width, argmax,
+        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, batch, tables * batch, mode, column,
+        0, 0, out, tables * width, argmax,
     )  # fmt: skip
     for t, name in enumerate(("sum", "mean", "max")):
         edges = offsets[t * batch : (t + 1) * batch + 1]

@@ -46,9 +46,9 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, sharding, rows):
     assert equal(mine.row[:count].cpu(), stack.row)
     assert bool((mine.row[count:] >= stack.bags).all())  # of no bag
     assert bool((mine.row < stack.rows).all())
-    for run, other in zip(mine.runs, stack.runs, strict=True):
-        assert (run.rows, run.mode) == (other.rows, other.mode)
-        assert equal(run.edges.cpu(), other.edges)
+    for pooled, other in zip(mine.pooled, stack.pooled, strict=True):
+        assert (pooled.rows, pooled.modes) == (other.rows, other.modes)
+        assert equal(pooled.edges.cpu(), other.edges)
     assert equal(mine.picked[: len(stack.picked)].cpu(), stack.picked)
     assert bool((mine.picked <= max(0, count - 1)).all())
     weighed, of_device = [], []

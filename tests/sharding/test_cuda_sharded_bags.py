@@ -113,7 +113,7 @@ def test_gradients_go_to_each_rank(shape, modes):
         expected, scale = bags.gradient(grad, 3.0)
         memory = [torch.full((ranks * bound, width), torch.nan, device=GPU) for _ in range(ranks)]
         begins = torch.tensor([its.data_ptr() for its in memory], device=GPU)
-        found = bags.send_gradient(grad, 3.0, RowSpread(begins, bound, rank * bound))
+        found = bags.send_gradient(grad, 3.0, RowSpread(begins, bound, rank * bound), rank)
         assert (found is None) == (scale is None)
         assert scale is None or equal(found, scale)
         for its, sent in zip(memory, expected.split(bound), strict=True):

@@ -53,11 +53,11 @@ def test_a_deferred_update_reads_nothing_of_a_later_forward(sharding):
     request = request_of(parts, received, 1)
     mine, stack = request.separated(), request.batch.stack
     assert len({identity(each.batch.given) for each in (request, mine, request.separated())}) == 3
-    kept = [run.edges.clone() for run in stack.runs]
-    for run in stack.runs:
-        run.edges.zero_()  # a replay for the next forward
+    kept = [bags.edges.clone() for bags in stack.pooled]
+    for bags in stack.pooled:
+        bags.edges.zero_()  # a replay for the next forward
     own = mine.batch.stack
-    assert all(map(equal, [run.edges for run in own.runs], kept))
+    assert all(map(equal, [bags.edges for bags in own.pooled], kept))
     assert own.row is stack.row  # a plan and a lookup read these, which are not put off
     assert own.picked is stack.picked
 

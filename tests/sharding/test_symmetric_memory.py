@@ -242,7 +242,7 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
     context.exchange.failures, context.exchange.counting_replays = 0, contextlib.nullcontext
     context.row_bound, context.parts = row_bound, [(part, shard) for shard in shards for part in shard.parts]
     context.bounds = lambda rows: (Bound(50, rows),) * 3
-    context.most_samples, context.output_dtype = 7, torch.float32
+    context.most_samples, context.output_dtype, context.place_in_output = 7, torch.float32, lambda number: number
     captures, met, made = Captures(context, None, None), [], []
     monkeypatch.setattr(captures.symmetric, "make", lambda buffers, bounds: (made.append(bounds), buffers)[1])
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))

@@ -113,12 +113,12 @@ class KeySpace:
 
 
 @functools.cache
-def rows_space(width: int, mode: Any, features: tuple[int, int] = (0, 1)) -> KeySpace:
-    """A key space for lookups in rows without a table, which need only width and mode. `features`: the first, and the
-    end, of those that are looked up: each has a block of columns."""
-    numbers = range(*features)
-    tables = [TableConfig(name=f"weight{k}", num_embeddings=1, embedding_dim=width, mode=mode) for k in numbers]
-    return KeySpace(tables, range(len(tables)), [width * k for k in numbers])
+def rows_space(width: int, *modes: Any) -> KeySpace:
+    """A key space of a feature for each of the `modes`, for lookups in rows without a table, which need only width and
+    mode."""
+    named = enumerate(modes)
+    tables = [TableConfig(name=f"weight{k}", num_embeddings=1, embedding_dim=width, mode=mode) for k, mode in named]
+    return KeySpace(tables, range(len(tables)), [width * k for k in range(len(tables))])
 
 
 def offsets_out_of_order(k: int, value: int, before: int, ids: int, count: int) -> str:

@@ -23,9 +23,10 @@ ALL_VALID = -1
 class Bags:
     """The bags of one key space in one batch of B samples.
 
-    `keys`: int64 (N,), negative for padding · `offsets`: int64 (F·B + 1,) into `keys` · `sample`, `feature`: int32
-    (N,), the sample and the feature of each occurrence · `position`: int64 (N,) of each occurrence in the ids given, or
-    None where they are the same.
+    `keys`: int64 (N,), negative for padding · `offsets`: int64 (F·B + 1,) into `keys`, or (F·(B + 1),) if features
+    `have_ends`: then ids that are in no bag may lie between them · `sample`, `feature`: int32 (N,), the sample and the
+    feature of each occurrence · `position`: int64 (N,) of each occurrence in the ids given, or None where they are the
+    same.
     """
 
     keys: Array
@@ -34,6 +35,12 @@ class Bags:
     feature: Array
     position: Array | None
     batch: int
+    have_ends: bool = False
+
+    @property
+    def stride(self) -> int:
+        """How far the offsets of a feature lie behind those of the one before."""
+        return self.batch + self.have_ends
 
 
 def checked_edges(offsets: Array, ids: int, edges: int, *, exact: bool) -> Array:

@@ -110,7 +110,8 @@ class DeviceBags:
     occurrences are dropped.
 
     `keys`: int64 (N,), negative for occurrences without a lookup · `homes`: int32 (N,), −1 for a key, the slot of a
-    resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,) · `bag`: int32 (N,), of each occurrence ·
+    resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,), or (F·(B + 1),) if features `have_ends`: then ids
+    that are in no bag may lie between them · `bag`: int32 (N,), of each occurrence ·
     `position`: int64 (N,), of each occurrence in the ids, or None if they are the same. Occurrences of other key
     spaces are dropped, at the end.
     """
@@ -121,6 +122,12 @@ class DeviceBags:
     bag: torch.Tensor
     position: torch.Tensor | None
     batch: int
+    have_ends: bool = False
+
+    @property
+    def stride(self) -> int:
+        """How far the offsets of a feature lie behind those of the one before."""
+        return self.batch + self.have_ends
 
 
 def new_faults(count: int, device: torch.device) -> torch.Tensor:

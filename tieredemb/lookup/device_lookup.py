@@ -148,8 +148,9 @@ class DeviceLookup:
         groups = len(self.space.space.features) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
-            _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
-            bags.batch if self._separate else 0, _address(weights), out, out.shape[1], _address(argmax),
+            _address(overflow.records), homes, bags.offsets, bags.stride, bags.batch, count, self.space.mode,
+            self.space.column, bags.batch if self._separate else 0, _address(weights), out, out.shape[1],
+            _address(argmax),
         )  # fmt: skip
 
     def read_current(
@@ -259,7 +260,7 @@ class DeviceLookup:
         count = len(self.space.space.features) * bags.batch
         mean = kernel(BAG, "bags_mean_scale", *self._rows)
         blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
-        mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
+        mean(blocks, THREADS, homes, bags.offsets, bags.stride, bags.batch, count, self.space.mode, scale)
         return scale
 
     def new_segments(self, n: int, device: torch.device) -> Segments:

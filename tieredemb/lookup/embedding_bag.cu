@@ -22,11 +22,11 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 }
 
 // out (B, total): columns column[f] … of row b are for bag f · B + b; or of row f · below + b, if the features' rows
-// are below each other. Moves D · itemsize bytes an occurrence and a bag.
+// are below each other. `stride`: how far the offsets of a feature lie behind those of the one before: B, or B + 1. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
-    const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
-    i64 bags, const int *mode, const i64 *column, i64 below, const float *sample_weights, out_t *out, i64 total,
-    int *argmax) {
+    const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 stride,
+    i64 batch, i64 bags, const int *mode, const i64 *column, i64 below, const float *sample_weights, out_t *out,
+    i64 total, int *argmax) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
 #pragma unroll
     for (int b = 0; b < BAGS; b++) {
         bool have = first + b < batch;
-        begin[b] = have ? offsets[feature * batch + first + b] : 0;
-        end[b] = have ? offsets[feature * batch + first + b + 1] : 0;
+        begin[b] = have ? offsets[feature * stride + first + b] : 0;
+        end[b] = have ? offsets[feature * stride + first + b + 1] : 0;
     }
     int home[BAGS];
 #pragma unroll
@@ -150,13 +150,14 @@ extern "C" __global__ void __launch_bounds__(256) weights_gradient(const row_t *
 }
 
 // scale[i] = one over the bag's size where the table takes means, else 1. A warp a bag.
-extern "C" __global__ void __launch_bounds__(256) bags_mean_scale(const int *homes, const i64 *offsets, i64 batch,
-                                                                  i64 bags, const int *mode, float *scale) {
+extern "C" __global__ void __launch_bounds__(256) bags_mean_scale(const int *homes, const i64 *offsets, i64 stride,
+                                                                  i64 batch, i64 bags, const int *mode, float *scale) {
     wait_for_prior_kernel();
     for (i64 bag = thread_index() / 32; bag < bags; bag += thread_count() / 32) {
-        const i64 begin = offsets[bag], end = offsets[bag + 1];
+        const i64 feature = bag / batch, at = feature * stride + bag - feature * batch;
+        const i64 begin = offsets[at], end = offsets[at + 1];
         int count = 1;
-        if (mode[bag / batch] == MEAN) {
+        if (mode[feature] == MEAN) {
             count = 0;
             for (i64 base = begin; base < end; base += 32) {
                 bool real = base + lane_index() < end && homes[base + lane_index()] != DROPPED;

@@ -36,7 +36,7 @@ def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Arra
     `weight`: carrier (C, D), the hot rows · `homes`: int32 (N,) · `weights`: float32 (N,), for sums, or `NO_WEIGHTS` ·
     `argmax`: int32 (B, ΣD), filled with −1, receives the winning occurrence of each maximum, or `NO_ARGMAX`.
     """
-    args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
+    args = (weight, homes, bags.offsets, bags.stride, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _samples(bags, space.width), *args)
 
 
@@ -45,7 +45,7 @@ def mean_scale(bags: Bags, space: KeySpace, homes: Array, scale: Array | None = 
     a mean. Written to `scale`, where that is given, for the occurrences of `bags` alone."""
     if scale is None:
         scale = np.empty(len(homes), np.float32)
-    bags_mean_scale(homes, bags.offsets, bags.batch, space.mode, scale)
+    bags_mean_scale(homes, bags.offsets, bags.stride, bags.batch, space.mode, scale)
     return scale
 
 
@@ -59,7 +59,7 @@ def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, g
 
 
 @over_ranges
-def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
+def bags_pool(lo, hi, weight, homes, offsets, stride, batch, mode, column, weights, out, argmax):
     """All bags of samples lo … hi − 1, sample by sample: the outputs of a sample are adjacent, those of a feature a
     page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` is −1
     before."""
@@ -69,27 +69,28 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
     block = block_of(weight, homes.shape[0], batch)
     for ahead in range(lo, hi + block, block):
         for feature in range(mode.shape[0]):
-            bag = feature * batch
+            bag = feature * stride
             for i in range(item(offsets, bag + min(ahead, hi)), item(offsets, bag + min(ahead + block, hi))):
                 row_prefetch(weight, item(homes, i))
         for b in range(max(ahead - block, lo), min(ahead, hi)):
             for feature in range(mode.shape[0]):
-                bag, to = feature * batch + b, b * out.shape[1] + column[feature]
+                bag, to = feature * stride + b, b * out.shape[1] + column[feature]
                 edges = item(offsets, bag), item(offsets, bag + 1)
                 bag_pool(out, to, weight, homes, step, edges[0], edges[1], weights, mode[feature], acc, argmax)
     keep(sums)
 
 
 @jit
-def bags_mean_scale(homes, offsets, batch, mode, scale):
-    for bag in range(offsets.shape[0] - 1):
-        count = 0
-        if mode[bag // batch] == MEAN:
+def bags_mean_scale(homes, offsets, stride, batch, mode, scale):
+    for feature in range(mode.shape[0]):
+        for bag in range(feature * stride, feature * stride + batch):
+            count = 0
+            if mode[feature] == MEAN:
+                for i in range(offsets[bag], offsets[bag + 1]):
+                    count += np.int64(homes[i] >= 0)
+            value = np.float32(1.0) / np.float32(max(count, 1))
             for i in range(offsets[bag], offsets[bag + 1]):
-                count += np.int64(homes[i] >= 0)
-        value = np.float32(1.0) / np.float32(max(count, 1))
-        for i in range(offsets[bag], offsets[bag + 1]):
-            scale[i] = value
+                scale[i] = value
 
 
 @over_ranges

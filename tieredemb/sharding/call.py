@@ -399,17 +399,17 @@ class ShardedCall:
     def _find_buffers(self) -> Sequence[PartBuffers | None]:
         """Of each part, the buffers in other ranks' memory for its rows and gradients; None where these are sent."""
         captures, eager = self.context.captures, self._eager_buffers
-        buffers: Sequence[PartBuffers | None] | None = None
+        whole: Sequence[PartBuffers] | None = None
         self._memory = None
         if captures.is_active:
-            buffers, self._memory = captures.buffers(), captures.symmetric
+            whole, self._memory = captures.buffers(), captures.symmetric
         elif eager is not None:
-            buffers, self._memory = eager.of(self._bounds), eager
-        if buffers is not None:
+            whole, self._memory = eager.of(self._bounds), eager
+        if whole is not None:
             rank = self.context.exchange.rank
             buffers = [
-                buffer if buffer is None or not part.is_table_wise else buffer.of_bags(part, self._samples, rank)
-                for (part, _), buffer in zip(self.context.parts, buffers, strict=True)
+                its.of_bags(part, self._samples, rank) if part.is_table_wise else its
+                for (part, _), its in zip(self.context.parts, whole, strict=True)
             ]
             if all(
                 part.is_table_wise or buffer is None or buffer.is_for(part.answer[0], part.grads[0])

@@ -21,7 +21,7 @@ from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory
+from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory, make_parts
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -46,7 +46,7 @@ class Captures(Agreement):
         self._failures_before = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
-        self._buffers: Iterator[list[PartBuffers | None]] = iter(())  # of the forwards in that step
+        self._buffers: Iterator[list[PartBuffers]] = iter(())  # of the forwards in that step
         self._goes_ahead = False  # whether that step plans forwards ahead
 
     def check(self) -> None:
@@ -133,30 +133,17 @@ class Captures(Agreement):
         finally:
             self._known, self._buffers = set(), iter(())
 
-    def _make_buffers(self, calls: int) -> Iterator[list[PartBuffers | None]]:
+    def _make_buffers(self, calls: int) -> Iterator[list[PartBuffers]]:
         """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
         for each part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
-        context, parts, specs = self._context, self._context.parts, list[BufferSpec]()
+        context = self._context
         bounds = context.bounds(context.row_bound if self._goes_ahead else None)
         if bounds is None:
             return iter(())
-        for call in range(calls):
-            for number, bound in enumerate(bounds):
-                rows = BufferSpec.for_rows(context, call, number, bound)
-                specs += [] if rows is None else [rows]
-                specs.append(BufferSpec.for_gradients(context, call, number, bound))
-        made = self.symmetric.make(specs, bounds)
-        if made is None:
-            return iter(())
-        allocated = iter(made)
-        return self._behind_barrier(
-            [
-                [PartBuffers(next(allocated) if part.copies == 1 else None, next(allocated)) for part, _ in parts]
-                for _ in range(calls)
-            ]
-        )
+        made = make_parts(self.symmetric, context, bounds, [(call, call) for call in range(calls)])
+        return iter(()) if made is None else self._behind_barrier(made)
 
-    def _behind_barrier(self, buffers: Sequence[list[PartBuffers | None]]) -> Iterator[list[PartBuffers | None]]:
+    def _behind_barrier(self, buffers: Sequence[list[PartBuffers]]) -> Iterator[list[PartBuffers]]:
         """The buffers of each forward. Before the first, the current stream waits for all ranks, as some may still read
         what an earlier step has left. Hosts have not agreed to send rows by then: in a capture nothing runs."""
         self.symmetric.barrier()
@@ -183,7 +170,7 @@ class Captures(Agreement):
 
     # --- for forwards inside ----------------------------------------------------------------------------------------
 
-    def buffers(self) -> list[PartBuffers | None] | None:
+    def buffers(self) -> list[PartBuffers] | None:
         """Of each part the buffers for rows and gradients of the next captured forward; None where these are sent."""
         return next(self._buffers, None)
 

@@ -246,6 +246,11 @@ class ShardedContext:
         """The parts of all shards, each with its shard."""
         return [(part, shard) for shard in self.shards for part in shard.parts]
 
+    def place_in_output(self, number: int) -> tuple[int, bool]:
+        """Sorts parts: shard by shard, and in these as the output of an owner does, which has bags first."""
+        part, shard = self.parts[number]
+        return self.shards.index(shard), not part.is_table_wise
+
     @functools.cached_property
     def no_counts(self) -> Counts:
         """The counts of a header that announces no batch."""

@@ -108,8 +108,8 @@ class Joined(NamedTuple):
     """What all ranks have sent, in the order of one process: feature by feature, and in these rank by rank. `edges`:
     int64 (F + 1,), where features begin and end · `joined`: int64 (N,), the entry of each id among those of all parts,
     and N behind the last id · `ids`: int64 (N,) · `row`: int32 (N,), the row of the output · `picked`: int64 (K,),
-    which ids have the rows that go back · `begins`: int64 (bags + runs,), where bags begin among all ids, and each run
-    ends."""
+    which ids have the rows that go back · `begins`: int64 (F′ · (ΣB + 1),), of the features whose bags are pooled here,
+    where bags begin among all ids, and the last one ends."""
 
     edges: torch.Tensor
     joined: torch.Tensor
@@ -120,19 +120,17 @@ class Joined(NamedTuple):
 
 
 class PooledFeature(NamedTuple):
-    """A feature whose bags are pooled here: its part, its position among those of the part that are, its position among
-    all features, and the number of its run."""
+    """A feature whose bags are pooled here: its part, its position among those of the part that are, and its position
+    among all features."""
 
     part: int
     of_part: int
     feature: int
-    run: int
 
 
 class Joiner:
     """Joins what all ranks have sent for the `parts` of one width. `order`: of each feature, in the order of the
-    collection, its position among those of all parts, one after the other · `pooled`: in the order of the
-    collection."""
+    collection, its position among those of all parts, one after the other · `pooled`: part by part."""
 
     def __init__(
         self,
@@ -145,10 +143,9 @@ class Joiner:
         self._ranks, self._device, self._features = ranks, device, [len(part.space.features) for part in parts]
         self._is_row_wise = not parts[0].is_table_wise  # the first one, if any
         self._held = [sum(its.part == p for its in pooled) for p in range(len(parts))]
-        self._bags, self._runs = len(pooled), pooled[-1].run + 1 if pooled else 0  # of each sample; in all
+        self._bags = len(pooled)  # of each sample
         number = {its.feature: h for h, its in enumerate(pooled)}
-        before = [0, *itertools.accumulate(self._held)]
-        rows = [(*its, before[its.part], self._held[its.part]) for its in pooled]
+        rows = [(*its, self._held[its.part]) for its in pooled]
         self._pooled = struct_type(PADDING, "Pooled")(
             place=upload(sorted(range(len(order)), key=order.__getitem__), device),
             number=upload([number.get(f, -1) for f in range(len(order))], device),
@@ -159,7 +156,7 @@ class Joiner:
         """Joins the received `messages`, int64 (M,), one for each part, from ranks that have so many `samples`. Does
         not synchronise."""
         ranks, device, features, empty = self._ranks, self._device, sum(self._features), messages[0].new_empty
-        given = self._messages(messages, bounds)
+        a, b, c = self._messages(messages, bounds)
         starts: torch.Tensor | int = 0
         if any(each != samples[0] for each in samples):
             starts = upload([*itertools.accumulate(samples, initial=0)], device)
@@ -171,20 +168,22 @@ class Joiner:
             back, firsts = ranks * (rows or bounds[0].ids), ranks * bounds[0].ids * (rows > 0)
         ends, shift, ids_of_blocks = empty(ranks * features), empty(ranks * features), empty(MOST_PARTS * ranks)
         edges, joined, ids, picked = empty(features + 1), empty(entries), empty(entries), empty(back)
-        begins = empty(bags + self._runs if bags else 0)
+        begins = empty(bags + self._bags if bags else 0)
         row, marks = (torch.empty(n, dtype=torch.int32, device=device) for n in (entries, firsts + bags))
         of_bags, of_ids = blocks_for(max(1, bags), THREADS), blocks_for(max(1, entries), THREADS)
         with on_device(device):
-            kernel(PADDING, "pieces_find")(1, IN_ONE_BLOCK, *given, of, self._pooled, ends, shift, edges, ids_of_blocks)
+            kernel(PADDING, "pieces_find")(
+                1, IN_ONE_BLOCK, a, b, c, of, self._pooled, ends, shift, edges, ids_of_blocks
+            )
             kernel(PADDING, "marks_write")(
-                blocks_for(max(1, back, len(marks)), THREADS), THREADS, *given, of, self._pooled, ids_of_blocks, firsts,
-                marks, picked, back,
+                blocks_for(max(1, back, len(marks)), THREADS), THREADS, a, b, c, of, self._pooled, ids_of_blocks,
+                firsts, marks, picked, back,
             )  # fmt: skip
             sums = torch.cumsum(marks, 0, dtype=torch.int32) if len(marks) else marks
             if bags:
                 kernel(PADDING, "bags_begin")(of_bags, THREADS, of, self._pooled, edges, firsts, sums, begins)
             kernel(PADDING, "ids_join")(
-                of_ids, THREADS, *given, of, self._pooled, ends, shift, sums, begins, rows, joined, ids, row, picked
+                of_ids, THREADS, a, b, c, of, self._pooled, ends, shift, sums, begins, rows, joined, ids, row, picked
             )
         return Joined(edges, joined, ids, row, picked, begins)
 

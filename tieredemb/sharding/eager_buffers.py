@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bound, Bounds
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, SymmetricRows
+from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory, make_parts
 
 LACKING = 4  # forwards in a row without buffers, before these are allocated
 MORE = 8  # a buffer is larger than these forwards need by one part in so many
@@ -42,9 +42,9 @@ class EagerBuffers:
         self._memory: SymmetricMemory | None = None
         self._capacity: Bounds = ()
         self._samples = 0  # of each rank, as far as bags fit
-        self._allocated: Sequence[SymmetricRows] = ()  # of each part: those for rows, and that for gradients
+        self._allocated: Sequence[Sequence[PartBuffers]] = ()  # of each part, of forwards that alternate
         self._ids: PeerExchange | None = None  # where all parts are row-wise
-        self._views: dict[tuple[Bounds, int], Sequence[PartBuffers | None]] = {}
+        self._views: dict[tuple[Bounds, int], Sequence[PartBuffers]] = {}
         self._next = 0  # the buffer for the rows of the next forward
         self._owner: int | None = None  # the forward that owns the buffer for gradients
         self._lacking = 0  # forwards in a row without buffers
@@ -90,17 +90,12 @@ class EagerBuffers:
             Bound(max(_more(bound.ids), old.ids), max(_more(bound.row_count), old.row_count))
             for bound, old in zip(bounds, self._capacity or bounds, strict=True)
         )
-        context, specs = self._context, list[BufferSpec]()
-        for number, bound in enumerate(capacity):
-            rows = [BufferSpec.for_rows(context, each, number, bound) for each in range(ALTERNATING)]
-            specs += [each for each in rows if each is not None]
-            specs.append(BufferSpec.for_gradients(context, 0, number, bound))
         if self._memory is not None:
             self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         if self._ids is not None:
             self._ids.wait_stream()
         memory = SymmetricMemory(self._context, SHARE)
-        allocated = memory.make(specs, capacity)
+        allocated = make_parts(memory, self._context, capacity, [(number, 0) for number in range(ALTERNATING)])
         if allocated is None:  # the buffers that there are stay
             self.is_off, self._grows = self._memory is None, False
             return
@@ -108,7 +103,7 @@ class EagerBuffers:
             self._waited += self._memory.wait_seconds
             self._release(frees=True)
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
-        self._samples = context.most_samples
+        self._samples = self._context.most_samples
         self._ids = memory.exchange_of_ids(capacity)
 
     def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
@@ -116,7 +111,7 @@ class EagerBuffers:
         where a table is held whole."""
         return self._ids if self._fits(bounds) else None
 
-    def of(self, bounds: Bounds) -> Sequence[PartBuffers | None] | None:
+    def of(self, bounds: Bounds) -> Sequence[PartBuffers] | None:
         """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
         each rank as it exchanges; of others whole ones (`PartBuffers.of_bags`). None where they do not fit, or where a
         forward has failed before. The current stream may write there from now on."""
@@ -133,11 +128,11 @@ class EagerBuffers:
             self._views[key] = self._view(bounds)
         return self._views[key]
 
-    def _view(self, bounds: Bounds) -> Sequence[PartBuffers | None]:
-        each, rank, views = iter(self._allocated), self._context.exchange.rank, list[PartBuffers | None]()
-        for (part, _), bound in zip(self._context.parts, bounds, strict=True):
-            rows = [next(each) for _ in range(ALTERNATING)][self._next] if part.copies == 1 else None
-            grads = next(each)
+    def _view(self, bounds: Bounds) -> Sequence[PartBuffers]:
+        rank, views = self._context.exchange.rank, list[PartBuffers]()
+        for (part, _), bound, (rows, grads) in zip(
+            self._context.parts, bounds, self._allocated[self._next], strict=True
+        ):
             if rows is not None and not part.is_table_wise:
                 rows, grads = rows.of_fewer(bound.row_count, rank), grads.of_fewer(bound.ids, rank)
             views.append(PartBuffers(rows, grads))

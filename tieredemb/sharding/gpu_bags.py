@@ -192,10 +192,11 @@ class GpuPart:
         self, order: torch.Tensor, grad: torch.Tensor, batch: int, divisor: float, to: RowSpread, rank: int
     ) -> None:
         """Writes the gradients of the bags `order`, int64 (F · B,), to the memory of their owners. `rank`: this one."""
-        n = order.shape[0] * self.part.copies
+        n, most = order.shape[0], max(self.sender.held) * batch
         kernel(OCCURRENCES, "bags_send", *self._gradient, *self._alignment(grad))(
-            blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, order.shape[0], max(1, batch),
-            self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before, len(to.begins), rank,
+            blocks_for(most * len(to.begins) * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, most,
+            max(1, batch), self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before,
+            len(to.begins), rank,
         )  # fmt: skip
 
     def spread(self, bags: torch.Tensor, to: RowSpread) -> None:

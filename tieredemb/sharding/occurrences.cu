@@ -63,19 +63,22 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
 }
 
 // The gradients of bags, to the owners, in whose memory, begins[·], the ones of each rank lie behind those of the ranks
-// before. `held` (receivers + 1,): of all features, in the order of the owners, how many come before those of each one.
-extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 period, int batch,
+// before. `held` (receivers + 1,): of all features, in the order of the owners, how many come before those of each one;
+// none has more than `most` bags · `order` (n,): repeated where each rank owns all. One receiver after another, so that
+// a GPU writes to all of them at the same time.
+extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 most, int batch,
                                                             const i64 *column, const float *grad, i64 total,
                                                             float share, const i64 *begins, const i64 *held,
                                                             int receivers, int rank) {
     wait_for_prior_kernel();
     const Bags bags = {nullptr, batch, column, nullptr, grad, total, nullptr};
-    for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
-        int to = 0;
-        while (to + 1 < receivers && k >= held[to + 1] * batch) to++;
-        const i64 place = k - held[to] * batch + rank * batch * (held[to + 1] - held[to]);
-        write_gradient(bags, order[k < period ? k : k % period], share,
-                       reinterpret_cast<float *>(begins[to]) + place * WIDTH);
+    for (i64 k = thread_index() / LANES; k < most * receivers; k += thread_count() / LANES) {
+        const i64 place = k / receivers;
+        const int to = (int)(k - place * receivers);
+        const i64 before = held[to] * batch, own = held[to + 1] * batch - before;
+        if (place >= own) continue;
+        write_gradient(bags, order[(before + place) % n], share,
+                       reinterpret_cast<float *>(begins[to]) + (rank * own + place) * WIDTH);
     }
     publish_rows();
 }

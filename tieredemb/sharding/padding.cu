@@ -28,9 +28,9 @@ __device__ __forceinline__ const i64 *message_of(const Messages &part, const Sam
 }
 
 // What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
-// positions in that order · `number` (F,): of those whose bags are pooled here, which one each is, else −1 · `pooled`
-// (6, ·): of these, the part, the position among the part's, the position among all features, the number of the run, how
-// many of earlier parts are pooled here, and how many of this part.
+// positions in that order · `number` (F,): of those whose bags are pooled here, which one each is, part by part, else −1
+// · `pooled` (4, ·): of these, the part, the position among the part's, the position among all features, and how many
+// the part has.
 struct Pooled {
     const i64 *place, *number, *pooled;
     int count;
@@ -207,20 +207,19 @@ extern "C" __global__ void __launch_bounds__(256) marks_write(Messages a, Messag
     }
 }
 
-// Writes where bags begin among all ids to `begins`, and where runs end: a run is as many neighbouring features as are
-// pooled alike. `sums`: the running sum of `marks`. No bag reads beyond its feature.
+// Writes where bags begin among all ids to `begins`, and behind those of a feature where the last one ends. `sums`: the
+// running sum of `marks`. No bag reads beyond its feature.
 extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Pooled pooled, const i64 *edges,
                                                              i64 n_firsts, const int *sums, i64 *begins) {
     wait_for_prior_kernel();
     const i64 all = samples_before(samples, samples.ranks);
-    const i64 *feature = pooled.pooled + 2 * pooled.count, *run = feature + pooled.count;
+    const i64 *feature = pooled.pooled + 2 * pooled.count;
     for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
         const i64 h = bag / all, of_feature = n_firsts + h * all, of_bag = n_firsts + bag, end = edges[feature[h] + 1];
         const i64 before = (of_bag ? sums[of_bag - 1] : 0) - (of_feature ? sums[of_feature - 1] : 0);
         const i64 begin = edges[feature[h]] + before;
-        begins[bag + run[h]] = begin < end ? begin : end;
-        const bool is_last = bag == (h + 1) * all - 1 && (h + 1 == pooled.count || run[h + 1] != run[h]);
-        if (is_last) begins[bag + run[h] + 1] = end;
+        begins[bag + h] = begin < end ? begin : end;
+        if (bag == (h + 1) * all - 1) begins[bag + h + 1] = end;
     }
 }
 
@@ -255,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(256) ids_join(
         const i64 h = pooled.number[piece / ranks];
         if (h >= 0) {
             const i64 *its = pooled.pooled + h;
-            const int found = upper_bound(begins + h * all + its[3 * pooled.count], (int)all, number);
-            const i64 sample = found > 0 ? found - 1 : 0;
-            row[number] = (int)(its[4 * pooled.count] * all + sample * its[5 * pooled.count] + its[pooled.count]);
+            const int found = upper_bound(begins + h * (all + 1), (int)all, number);
+            const i64 sample = found > 0 ? found - 1 : 0, of_part = its[pooled.count];
+            row[number] = (int)((h - of_part) * all + sample * its[3 * pooled.count] + of_part);
             continue;
         }
         if (rows < 0 || which) {

@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from tieredemb.config import MODES, Mode
+from tieredemb.config import MODES
 from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import Joiner, PooledFeature, upload
@@ -29,7 +29,7 @@ from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
-from tieredemb.step.stack import Run, Stack
+from tieredemb.step.stack import PooledBags, Stack
 
 _NUMBERS = itertools.count()
 
@@ -48,17 +48,6 @@ class RequestPart(NamedTuple):
     order: list[int]
 
 
-class PooledRun(NamedTuple):
-    """Neighbouring features of one `part` whose bags are pooled alike, here. `pooled`: the first, and the end, of all
-    that are pooled here · `features`: the same, of the part's · `end`: of all features, the one behind the last."""
-
-    part: int
-    pooled: tuple[int, int]
-    features: tuple[int, int]
-    mode: Mode
-    end: int
-
-
 class RequestLayout:
     """What all requests of one width have in common. Features are in the order of the collection."""
 
@@ -71,37 +60,16 @@ class RequestLayout:
         self.row_wise = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
-        # of each feature: its position among those of all parts, how its bags are pooled, and whether this rank does it
-        order = [int(firsts[p]) + k for _, p, k in found]
+        order = [int(firsts[p]) + k for _, p, k in found]  # of each feature, its position among those of all parts
         self.order = upload(order, device)
-        self.modes = [MODES[parts[p].space.mode[k]] if parts[p].is_table_wise else None for _, p, k in found]
-        self.is_held = [bool(held[p][k]) for _, p, k in found]
-        held_features = [f for f, is_held in enumerate(self.is_held) if is_held]
-        self.held_features = upload(held_features, device)
-        # of each feature that is pooled here its part, and its position there; of each part how many come before it
-        numbers = [itertools.count() for _ in parts]
-        self.pooled = [(p, next(numbers[p])) for (_, p, k) in found if held[p][k]]
+        # the features whose bags are pooled here: of each part their positions among all features, and how
+        self.pooled = [[f for f, (_, q, k) in enumerate(found) if p == q and held[p][k]] for p in range(len(parts))]
+        self.modes = [tuple(MODES[parts[p].space.mode[found[f][2]]] for f in its) for p, its in enumerate(self.pooled)]
         self.bags_before = [0, *itertools.accumulate(self.held)]
-        self.runs = self._find_runs([p for _, p, _ in found])
         self.joiner: Joiner | None = None
         if device.type == "cuda":
-            of_run = [number for number, run in enumerate(self.runs) for _ in range(*run.pooled)]
-            each = zip(self.pooled, held_features, of_run, strict=True)
-            pooled = [PooledFeature(*its, feature, run) for its, feature, run in each]
+            pooled = [PooledFeature(p, k, f) for p, its in enumerate(self.pooled) for k, f in enumerate(its)]
             self.joiner = Joiner(parts, ranks, order, pooled, device)
-
-    def _find_runs(self, part: Sequence[int]) -> list[PooledRun]:
-        """The runs. `part`: of each feature."""
-        runs, feature, done, done_of_part = list[PooledRun](), 0, 0, [0] * len(self.parts)
-        for (p, mode), alike in itertools.groupby(zip(part, self.modes, strict=True)):
-            count = len(list(alike))
-            held = sum(self.is_held[feature : feature + count])
-            feature += count
-            if held and mode is not None:
-                before = done_of_part[p]
-                runs.append(PooledRun(p, (done, done + held), (before, before + held), mode, feature))
-                done, done_of_part[p] = done + held, before + held
-        return runs
 
     def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
         """The request of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
@@ -129,12 +97,11 @@ class Request:
 
     def take(self, messages: Sequence[torch.Tensor]) -> None:
         """Takes the received `messages`, one for each part. Does not synchronise."""
-        joiner, count = self._layout.joiner, sum(self._samples)
+        joiner = self._layout.joiner
         if joiner is not None:
             joined = joiner.join(messages, self._samples, self._bounds)
             ids, self._ends, self._joined = joined.ids, joined.edges, joined.joined
-            lengths = [(run.pooled[1] - run.pooled[0]) * count + 1 for run in self._layout.runs if count]
-            stack = self._stack_of(joined.begins.split(lengths), joined.row, joined.picked)
+            stack = self._stack_of(joined.begins, joined.row, joined.picked)
         else:
             ids, stack = self._take_known(messages)
         edges = self._ends
@@ -155,8 +122,7 @@ class Request:
             row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
             if rows is not None:
                 ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
-        each = [() if message.lengths is None else message.lengths.unbind() for message in received]
-        lengths = [each[part][k] for part, k in self._layout.pooled]
+        lengths = [message.lengths for message in received if message.lengths is not None]
         return ids.index_select(0, self._joined), self._stack(edges, lengths, destination)
 
     def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
@@ -199,18 +165,19 @@ class Request:
         """How many rows of the output are bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
 
-    def _stack_of(self, begins: Sequence[torch.Tensor], row: torch.Tensor, picked: torch.Tensor) -> Stack:
+    def _stack_of(self, begins: torch.Tensor, row: torch.Tensor, picked: torch.Tensor) -> Stack:
         """The layout of the output: the bags of each part, sample by sample, and behind them the rows of ids, one for
         each entry, whether or not it is requested. Rows lie in the order in which their gradients are received, so
-        these need not be sorted. `begins`: of each run, where its bags begin, and the last one ends, int64 (·,), as far
-        as there are bags."""
-        layout, bags = self._layout, self._bags
+        these need not be sorted. `begins`: see `Joined`."""
+        layout, bags, each = self._layout, self._bags, sum(self._samples) + 1
         rows = 1 if layout.row_wise is None else self._entries[layout.row_wise]  # ids of other parts get the last
-        runs = [
-            Run(self._rows_of_bags(run.part), layout.held[run.part], run.features, run.mode, its)
-            for run, its in zip(layout.runs, begins, strict=bool(bags))
+        edges = begins.split([each * count for count in layout.held]) if bags else ()
+        pooled = [
+            PooledBags(self._rows_of_bags(p), modes, its)
+            for p, (modes, its) in enumerate(zip(layout.modes, edges, strict=False))
+            if modes
         ]
-        return Stack(runs, row, bags, bags + rows, picked)
+        return Stack(pooled, row, bags, bags + rows, picked)
 
     def _rows_of_bags(self, number: int) -> tuple[int, int]:
         """Where the bags of a part begin and end in the output."""
@@ -218,29 +185,24 @@ class Request:
         return before[number] * samples, before[number + 1] * samples
 
     def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
-        """The same on a CPU. `lengths`: of the bags of each feature that are pooled here, int64 (ΣB,) · `destination`:
-        see `_picked`."""
-        bags, length, layout = self._bags, len(self._joined), self._layout
-        row_wise, begins = layout.row_wise, list[torch.Tensor]()
-        number = edges.new_full((length,), bags)
+        """The same on a CPU. `lengths`: of the bags that are pooled here, int64 (F′, ΣB), of each part with such
+        features · `destination`: see `_picked`."""
+        bags, layout = self._bags, self._layout
+        row_wise, begins = layout.row_wise, edges[:0]
+        number = edges.new_full((len(self._joined),), bags)
         if row_wise is not None:
             number += self._entry(row_wise).clamp(max=self._entries[row_wise] - 1)
         if bags:
-            each = torch.stack([*lengths])
-            firsts = edges.index_select(0, layout.held_features)
-            ends = edges.index_select(0, layout.held_features + 1)  # no bag reads beyond its feature
-            starts = torch.minimum(firsts[:, None] + torch.cumsum(each, 1) - each, ends[:, None])
-            begins = [
-                torch.cat([starts[slice(*run.pooled)].reshape(-1), edges[run.end : run.end + 1]]) for run in layout.runs
-            ]
-            numbers = torch.arange(length, device=layout.device)
-            bag = torch.searchsorted(starts.view(-1), numbers, right=True) - 1
-            feature, sample = bag // starts.shape[1], bag % starts.shape[1]
-            first = torch.tensor([self._rows_of_bags(p)[0] + k for p, k in layout.pooled], device=layout.device)
-            held = torch.tensor([layout.held[p] for p, _ in layout.pooled], device=layout.device)
-            bag = first[feature] + sample * held[feature]
-            for part in layout.table_wise:
-                number = torch.where(self._entry(part) < self._entries[part], bag, number)
+            each, features = torch.cat([*lengths]), list(itertools.chain(*layout.pooled))
+            ends = torch.cat([edges.new_zeros((len(each), 1)), each.cumsum(1)], 1) + edges[features][:, None]
+            begins = torch.minimum(ends, edges[1:][features][:, None])  # no bag reads beyond its feature
+            for number_of, f in enumerate(features):
+                its = slice(int(edges[f]), int(edges[f + 1]))
+                sample = torch.searchsorted(begins[number_of, :-1], torch.arange(its.start, its.stop), right=True) - 1
+                part = next(p for p, before in enumerate(layout.bags_before[1:]) if number_of < before)
+                first, held = self._rows_of_bags(part)[0], layout.held[part]
+                number[its] = first + sample * held + number_of - layout.bags_before[part]
+            begins = begins.view(-1)
         picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
         return self._stack_of(begins, number.to(torch.int32), picked)
 
@@ -324,15 +286,15 @@ class Request:
             (bags if part.is_table_wise else rows).append(grad)
         if not rows:
             rows.append(received[0][0].new_zeros((1, received[0][0].shape[1])))
-        return torch.cat([*bags, *rows]) if bags else rows[0]
+        return _as_one([*bags, *rows])
 
     def relocate(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `GpuBags`; to be called behind `take`, on a GPU."""
         self._joined, self._ends = put(self._joined), put(self._ends)
         ids, stack = put(self.batch.ids), self.batch.stack
         if stack is not None:
-            runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
-            stack = replace(stack, runs=runs, row=put(stack.row), picked=put(stack.picked))
+            pooled = [bags._replace(edges=put(bags.edges)) for bags in stack.pooled]
+            stack = replace(stack, pooled=pooled, row=put(stack.row), picked=put(stack.picked))
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
     def rebind(self) -> Request:
@@ -346,8 +308,8 @@ class Request:
         is copied. A number tells its inputs from those of that forward, which lie at the same addresses."""
         request, stack = self.rebind(), self.batch.stack
         if stack is not None:
-            runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
-            stack = replace(stack, runs=runs)
+            pooled = [bags._replace(edges=bags.edges.clone()) for bags in stack.pooled]
+            stack = replace(stack, pooled=pooled)
         given = (self.batch.ids, self._ends, next(_NUMBERS))
         request.batch = self.batch._replace(given=cast("Given", given), stack=stack)
         return request
@@ -357,3 +319,16 @@ class Request:
         stack = self.batch.stack
         weights = [] if self._weights is None else [self._weights]
         return [self._joined, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]
+
+
+def _as_one(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Several `values` (·, D), one behind another: (·, D). A view, if they lie so in one memory."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for each in values:
+        if each.data_ptr() != end or each.untyped_storage().data_ptr() != storage:
+            return torch.cat([*values])
+        end += each.nbytes
+    return first.as_strided((sum(map(len, values)), first.shape[1]), first.stride())

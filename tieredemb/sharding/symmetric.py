@@ -125,6 +125,32 @@ class PartBuffers(NamedTuple):
         return PartBuffers(self.rows.beginning(bags, own, sum(held[:rank]) * each, (ranks - 1) * own), grads)
 
 
+def make_parts(
+    memory: SymmetricMemory, context: ShardedContext, bounds: Bounds, calls: Sequence[tuple[int, int]]
+) -> list[list[PartBuffers]] | None:
+    """The buffers of each of the `calls`, part by part; allocates those that are missing, as `SymmetricMemory.make`
+    does. Of each the numbers by which its buffers for rows, and those for gradients, are named."""
+    specs = list[BufferSpec]()
+    for of_rows, of_gradients in calls:
+        rows = [BufferSpec.for_rows(context, of_rows, number, bound) for number, bound in enumerate(bounds)]
+        specs += [spec for spec in rows if spec is not None]
+        # in the order of an owner's output: where they lie one behind another, they are not copied to make one tensor
+        in_order = sorted(enumerate(bounds), key=lambda its: context.place_in_output(its[0]))
+        specs += [BufferSpec.for_gradients(context, of_gradients, number, bound) for number, bound in in_order]
+    specs = [*dict.fromkeys(specs)]
+    allocated = memory.make(specs, bounds)
+    if allocated is None:
+        return None
+    made = dict(zip(specs, allocated, strict=True))
+
+    def of_part(number: int, bound: Bound, of_rows: int, of_gradients: int) -> PartBuffers:
+        rows = BufferSpec.for_rows(context, of_rows, number, bound)
+        grads = made[BufferSpec.for_gradients(context, of_gradients, number, bound)]
+        return PartBuffers(None if rows is None else made[rows], grads)
+
+    return [[of_part(number, bound, *call) for number, bound in enumerate(bounds)] for call in calls]
+
+
 class Mapped(NamedTuple):
     """Memory of all ranks: its `buffers`, and where the `words` of a barrier begin on each."""
 

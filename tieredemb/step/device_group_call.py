@@ -22,7 +22,7 @@ from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
 from tieredemb.lookup.device_lookup import DeviceLookup, HotTensors, Segments, frequency_scale
 from tieredemb.shallow import shallow_copy
-from tieredemb.step.stack import Run, Stack
+from tieredemb.step.stack import PooledBags, Stack
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class DeviceGroupCall:
     def is_as_planned(self) -> bool:
         """Whether an update reads only results of the plan, and nothing that the forward has made or was given, as the
         bags of a mean."""
-        takes_means = self.stack is not None and any(run.mode == "mean" for run in self.stack.runs)
+        takes_means = self.stack is not None and any("mean" in pooled.modes for pooled in self.stack.pooled)
         return self.weights is None and self.argmax is None and self._found is None and not takes_means
 
     def without_ticket(self) -> DeviceGroupCall:
@@ -244,7 +244,7 @@ class DeviceGroupCall:
         *,
         keep_argmax: bool,
     ) -> None:
-        """Pools run by run into `bags`, and writes the rows of the picked ids to `picked` (·, D), and the rows of all
+        """Pools into `bags`, and writes the rows of the picked ids to `picked` (·, D), and the rows of all
         ids to `every`."""
         self.weights = weights
         if keep_argmax and self.group.lookup.has_max:
@@ -252,11 +252,11 @@ class DeviceGroupCall:
             self.argmax = torch.full(shape, -1, dtype=torch.int32, device=bags.device)
         with self.group.cache.using(self.ticket):
             hot, overflow, homes = self._rows_now()
-            for run in stack.runs:
-                rows, shape = slice(*run.rows), (run.samples, run.of * bags.shape[1])
+            for pooled in stack.pooled:
+                rows, shape = slice(*pooled.rows), (pooled.samples, len(pooled.modes) * bags.shape[1])
                 argmax = None if self.argmax is None else self.argmax[rows].view(shape)
-                lookup = self._lookup_of(run, bags.dtype)
-                lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[rows].view(shape), argmax)
+                lookup = self._lookup_of(pooled, bags.dtype)
+                lookup.pool(hot, overflow, homes, self._bags_of(pooled), weights, bags[rows].view(shape), argmax)
             if isinstance(picked, RowSpread):
                 self.group.lookup.spread(hot, overflow, homes, stack.picked, picked)
             else:
@@ -264,13 +264,13 @@ class DeviceGroupCall:
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 
-    def _bags_of(self, run: Run) -> DeviceBags:
-        return replace(self.bags, offsets=run.edges, position=None, batch=run.samples)
+    def _bags_of(self, pooled: PooledBags) -> DeviceBags:
+        return replace(self.bags, offsets=pooled.edges, position=None, batch=pooled.samples, have_ends=True)
 
-    def _lookup_of(self, run: Run, dtype: torch.dtype | None = None) -> DeviceLookup:
-        """The kernels that pool the bags of a run, into outputs of a `dtype`, by default the rows'."""
+    def _lookup_of(self, pooled: PooledBags, dtype: torch.dtype | None = None) -> DeviceLookup:
+        """The kernels that pool such bags, into outputs of a `dtype`, by default the rows'."""
         space, row = self.group.space, self.group.cache.cold.layout.format
-        return _pooling(space.width, run.mode, run.features, row, dtype or row.device_dtype, self.bags.keys.device)
+        return _pooling(space.width, pooled.modes, row, dtype or row.device_dtype, self.bags.keys.device)
 
     def tables_of_rows(self) -> torch.Tensor:
         """See `Call`."""
@@ -299,9 +299,9 @@ class DeviceGroupCall:
         """The factor of each occurrence's share of the gradient, float32 (N,), or None for ones."""
         scale = self.weights
         if self.stack is not None:
-            for run in self.stack.runs:
-                if run.mode == "mean":
-                    share = self._lookup_of(run).mean_scale(self._read, self._bags_of(run))
+            for pooled in self.stack.pooled:
+                if "mean" in pooled.modes:
+                    share = self._lookup_of(pooled).mean_scale(self._read, self._bags_of(pooled))
                     scale = share if scale is None else scale * share
         elif scale is None and self.group.lookup.has_mean:
             scale = self.group.lookup.mean_scale(self._read, self.bags)
@@ -313,11 +313,11 @@ class DeviceGroupCall:
 
 @functools.cache
 def _pooling(
-    width: int, mode: Mode, features: tuple[int, int], row: RowFormat, dtype: torch.dtype, device: torch.device
+    width: int, modes: tuple[Mode, ...], row: RowFormat, dtype: torch.dtype, device: torch.device
 ) -> DeviceLookup:
-    """The kernels that pool bags of rows of any table into outputs of a dtype. `features`: see `rows_space`."""
+    """The kernels that pool bags of rows of any tables into outputs of a dtype. `modes`: of each feature."""
     with no_inference(), on_device(device):
-        space = rows_space(width, mode, features)
+        space = rows_space(width, *modes)
         return DeviceLookup(DeviceKeySpace(space, [-1] * len(space), device), row, None, dtype)
 
 

@@ -34,7 +34,7 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.forwards import Forward, Forwards, by_call, take_one_step
 from tieredemb.step.program import Call, CallContext, Collected, StackRows
 from tieredemb.step.reading import read
-from tieredemb.step.stack import Run, Stack
+from tieredemb.step.stack import PooledBags, Stack
 from tieredemb.tables.group import Group, HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -208,7 +208,7 @@ class HostGroupCall:
     def pool_stack(
         self, stack: Stack, bags: Array, rows: Array, every: Array | None, weights: Array | None, *, keep_argmax: bool
     ) -> None:
-        """Pools run by run into `bags`, and writes the rows of the picked ids to `rows`, carriers (·, D), and the rows
+        """Pools into `bags`, and writes the rows of the picked ids to `rows`, carriers (·, D), and the rows
         of all ids to `every`."""
         width = self.group.space.width
         if weights is not None:
@@ -217,19 +217,20 @@ class HostGroupCall:
             self.argmax = np.full((stack.rows, width), -1, np.int32)
         with self.group.cache.lock:
             weight, homes = self._rows_now()
-            for run in stack.runs:
-                space, shape = rows_space(width, run.mode, run.features), (run.samples, run.of * width)
-                out = bags[slice(*run.rows)].reshape(shape)  # a view
-                argmax = self.argmax[slice(*run.rows)].reshape(shape) if len(self.argmax) else self.argmax
-                pool(weight, homes, self._bags_of(run), space, self.weights, out, argmax)
+            for pooled in stack.pooled:
+                span, shape = slice(*pooled.rows), (pooled.samples, len(pooled.modes) * width)
+                out = bags[span].reshape(shape)  # a view
+                argmax = self.argmax[span].reshape(shape) if len(self.argmax) else self.argmax
+                space = rows_space(width, *pooled.modes)
+                pool(weight, homes, self._bags_of(pooled), space, self.weights, out, argmax)
             self._pick(weight, homes, stack.picked.numpy(), rows)
             if every is not None:
                 space = rows_space(width, "sum")
                 pool(weight, homes, one_by_one(self.bags), space, NO_WEIGHTS, every, NO_ARGMAX)
 
-    def _bags_of(self, run: Run) -> Bags:
+    def _bags_of(self, pooled: PooledBags) -> Bags:
         bags = self.bags
-        return Bags(bags.keys, run.edges.numpy(), bags.sample, bags.feature, None, run.samples)
+        return Bags(bags.keys, pooled.edges.numpy(), bags.sample, bags.feature, None, pooled.samples, have_ends=True)
 
     def _rows_now(self) -> tuple[Array, Array]:
         """Rows at the current step, carrier (·, D), and the index among them of each occurrence's row. The caller holds
@@ -326,13 +327,13 @@ class HostGroupCall:
 
     def _with_means(self, stack: Stack, scale: Array) -> Array:
         """The `scale` of a stack's occurrences, multiplied by their shares in means."""
-        means = [run for run in stack.runs if run.mode == "mean"]
+        means = [pooled for pooled in stack.pooled if "mean" in pooled.modes]
         if not means:
             return scale
         homes, width = self._read(self.ticket.homes), self.group.space.width
         scale = np.ones(len(homes), np.float32) if len(scale) == 0 else scale.copy()
-        for run in means:
-            mean_scale(self._bags_of(run), rows_space(width, "mean", run.features), homes, scale)
+        for pooled in means:
+            mean_scale(self._bags_of(pooled), rows_space(width, *pooled.modes), homes, scale)
         return scale
 
     def is_trained(self) -> Array | None:

@@ -15,32 +15,29 @@ import torch
 from tieredemb.config import Mode
 
 
-class Run(NamedTuple):
-    """Neighbouring features whose bags are pooled alike. `rows`: first row and end, in the output, of the block of bags
-    that they are part of, sample by sample · `of`: how many features the block has · `features`: the first of these in
-    the block, and the end · `mode`: how they are pooled · `edges`: int64 (K + 1,), edges of the bags among all ids,
-    feature by feature."""
+class PooledBags(NamedTuple):
+    """Bags of several features. `rows`: their first row in the output, and the end; they lie there sample by sample ·
+    `modes`: of each feature, how it is pooled · `edges`: int64 (F · (B + 1),), feature by feature, where bags begin
+    among all ids, and the last one ends."""
 
     rows: tuple[int, int]
-    of: int
-    features: tuple[int, int]
-    mode: Mode
+    modes: tuple[Mode, ...]
     edges: torch.Tensor
 
     @property
     def samples(self) -> int:
         """How many bags each feature has."""
         low, high = self.rows
-        return (high - low) // self.of
+        return (high - low) // len(self.modes)
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """The rows of such an output. `runs`: of features with bags, in order · `row`: int32 (N,), of each id · `bags`: how
+    """The rows of such an output. `pooled`: all bags, in order · `row`: int32 (N,), of each id · `bags`: how
     many rows are of bags · `rows`: how many rows in all · `picked`: int64 (K,), the ids whose single rows are looked
     up. Tensors are on the tables' device."""
 
-    runs: Sequence[Run]
+    pooled: Sequence[PooledBags]
     row: torch.Tensor
     bags: int
     rows: int
@@ -48,4 +45,4 @@ class Stack:
 
     def tensors(self) -> list[torch.Tensor]:
         """All its tensors."""
-        return [self.row, self.picked, *(run.edges for run in self.runs)]
+        return [self.row, self.picked, *(bags.edges for bags in self.pooled)]
