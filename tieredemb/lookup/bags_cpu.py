@@ -37,11 +37,6 @@ class Bags:
     batch: int
     have_ends: bool = False
 
-    @property
-    def stride(self) -> int:
-        """How far the offsets of a feature lie behind those of the one before."""
-        return self.batch + self.have_ends
-
 
 def checked_edges(offsets: Array, ids: int, edges: int, *, exact: bool) -> Array:
     """Checked offsets with the end of the last bag, as an int64 array of our own: backward reads them again, and

@@ -124,11 +124,6 @@ class DeviceBags:
     batch: int
     have_ends: bool = False
 
-    @property
-    def stride(self) -> int:
-        """How far the offsets of a feature lie behind those of the one before."""
-        return self.batch + self.have_ends
-
 
 def new_faults(count: int, device: torch.device) -> torch.Tensor:
     """Memory for the `Fault`s of `count` batches, zero without a fault, followed by their `Report`s, which are reported

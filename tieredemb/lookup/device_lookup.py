@@ -144,11 +144,11 @@ class DeviceLookup:
         count = len(self.space.space.features) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *self._output, *overflow.flags, f"-DBAGS={each}", *self._alignment(out))
-        pool = kernel(BAG, "bags_pool", *flags)
+        pool, stride = kernel(BAG, "bags_pool", *flags), bags.batch + bags.have_ends
         groups = len(self.space.space.features) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
-            _address(overflow.records), homes, bags.offsets, bags.stride, bags.batch, count, self.space.mode,
+            _address(overflow.records), homes, bags.offsets, stride, bags.batch, count, self.space.mode,
             self.space.column, bags.batch if self._separate else 0, _address(weights), out, out.shape[1],
             _address(argmax),
         )  # fmt: skip
@@ -260,7 +260,9 @@ class DeviceLookup:
         count = len(self.space.space.features) * bags.batch
         mean = kernel(BAG, "bags_mean_scale", *self._rows)
         blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
-        mean(blocks, THREADS, homes, bags.offsets, bags.stride, bags.batch, count, self.space.mode, scale)
+        mean(
+            blocks, THREADS, homes, bags.offsets, bags.batch + bags.have_ends, bags.batch, count, self.space.mode, scale
+        )
         return scale
 
     def new_segments(self, n: int, device: torch.device) -> Segments:

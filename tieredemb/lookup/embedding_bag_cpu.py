@@ -36,7 +36,8 @@ def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Arra
     `weight`: carrier (C, D), the hot rows · `homes`: int32 (N,) · `weights`: float32 (N,), for sums, or `NO_WEIGHTS` ·
     `argmax`: int32 (B, ΣD), filled with −1, receives the winning occurrence of each maximum, or `NO_ARGMAX`.
     """
-    args = (weight, homes, bags.offsets, bags.stride, bags.batch, space.mode, space.column, weights, out, argmax)
+    stride = bags.batch + bags.have_ends
+    args = (weight, homes, bags.offsets, stride, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _samples(bags, space.width), *args)
 
 
@@ -45,7 +46,7 @@ def mean_scale(bags: Bags, space: KeySpace, homes: Array, scale: Array | None = 
     a mean. Written to `scale`, where that is given, for the occurrences of `bags` alone."""
     if scale is None:
         scale = np.empty(len(homes), np.float32)
-    bags_mean_scale(homes, bags.offsets, bags.stride, bags.batch, space.mode, scale)
+    bags_mean_scale(homes, bags.offsets, bags.batch + bags.have_ends, bags.batch, space.mode, scale)
     return scale
 
 

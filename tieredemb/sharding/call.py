@@ -511,8 +511,10 @@ class ShardedCall:
         context = self.context
         with context.announcing_errors(Phase.ROWS):
             out = torch.empty((self.batch, context.columns), dtype=context.output_dtype, device=context.device)
-            for bags, rows in zip(self._bags, self._rows, strict=True):
-                bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
+            how: dict[str, Any] = {"keep": differentiable, "keep_rows": self.keeps_rows}
+            each = zip(self._bags, self._rows, strict=True)
+            of_parts = [functools.partial(bags.pool, rows, weights, out, **how) for bags, rows in each]
+            side_by_side(context.device, of_parts, "pooling")
         self._rows = []
         self._mark_used()
         return out
@@ -534,14 +536,11 @@ class ShardedCall:
         self._stream_use.join()  # autograd does this at its end, but only for streams of leaves on a GPU
         self._record_stream(grad)
         is_infinite = context.is_scaled and self._is_infinite(grad)
-        buffers, sending, kept = (
-            self._buffers_of_gradients(),
-            list[list[Sending | SymmetricRows]](),
-            list[torch.Tensor | None](),
-        )
+        sending, kept = list[list[Sending | SymmetricRows]](), list[torch.Tensor | None]()
         # other ranks write to eager buffers again in their next forward
         is_kept = self._memory is context.eager_buffers and context.updater.keeps_gradients
-        for bags, part, buffer in zip(self._bags, self._parts, buffers, strict=True):
+
+        def make_ready(bags: Bags, part: RequestPart, buffer: PartBuffers | None) -> None:
             rows: torch.Tensor | None = None
             if buffer is None:
                 rows, scale = bags.gradient(grad, context.divisor)
@@ -551,6 +550,9 @@ class ShardedCall:
             of_part = [exchange.sending(values, bags.grads, part.grads) for values in given]
             sending.append([*of_part] if buffer is None else [buffer.grads, *of_part])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
+
+        each = zip(self._bags, self._parts, self._buffers_of_gradients(), strict=True)
+        side_by_side(context.device, [functools.partial(make_ready, *its) for its in each], "gradients")
         for call in self._calls:
             check_update(call)
         is_final = all(request.keeps_gradients for request in self._requests)
