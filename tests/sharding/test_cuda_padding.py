@@ -113,7 +113,7 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
         if once:
             ids = torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)
         values = torch.cat([counts, ids], 1).view(-1)
-        received = read(values, features, bound, 0, [0] * ranks)
+        received = read(values, features, bound, 0, [0] * ranks, 0)
         starts = torch.cumsum(received.counts, 1) - received.counts + torch.arange(ranks)[:, None] * bound
         spans = zip(starts.T.reshape(-1).tolist(), received.counts.T.reshape(-1).tolist(), strict=True)
         entries = torch.cat([torch.arange(start, start + count) for start, count in spans])

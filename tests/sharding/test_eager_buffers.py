@@ -31,7 +31,7 @@ class Memory:
     bytes, wait_seconds = 100, 0.5
 
     def __init__(self, context, share):
-        self.share, self.parts, self.specs, self.did, self.exchanges = share, context.parts, None, [], []
+        self.share, self.context, self.specs, self.did, self.exchanges = share, context, None, [], []
         self.made.append(self)
 
     def make(self, specs, bounds):
@@ -50,9 +50,7 @@ class Memory:
 
     def exchange_of_ids(self, bounds):
         assert bounds == self.bounds
-        spec = BufferSpec.for_ids(self.parts, bounds)
-        if spec is None:
-            return None
+        spec = BufferSpec.for_ids(self.context, bounds)
         self.exchanges.append(SimpleNamespace(spec=spec, wait_stream=lambda: self.did.append("wait_stream of ids")))
         return self.exchanges[-1]
 
@@ -70,7 +68,10 @@ def part_of(space, *, is_table_wise):
     """A part, of whose features the ranks hold one more than the rank before, if they hold them whole."""
     held = [len(space.features) // RANKS + k for k in (-1, 0, 1)]
     owner = np.repeat(np.arange(RANKS), held) if is_table_wise else np.full(len(space.features), -1)
-    return SimpleNamespace(is_table_wise=is_table_wise, space=space, owner=owner, held=held, ranks=RANKS, copies=1)
+    return SimpleNamespace(
+        is_table_wise=is_table_wise, space=space, owner=owner, held=held, ranks=RANKS, copies=1,
+        most_held=is_table_wise * max(held),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -185,7 +186,11 @@ def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
         buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0][0].rows.received.data_ptr()
     )  # not in what was given up
     assert [spec.each for spec in second.specs] == [9, 7, 14, 45, 9, 7]  # what fitted still does
-    assert first.did[before:] == ["wait_stream", ("close", True)]  # behind its last use, on whatever stream
+    assert first.did[before:] == [
+        "wait_stream",
+        "wait_stream of ids",
+        ("close", True),
+    ]  # behind its last use, on whatever stream
     assert buffers.wait_seconds == 1.0
 
 
@@ -231,31 +236,27 @@ def test_a_forward_without_a_backward_releases_the_buffer_to_a_later_one(buffers
     assert buffers.owns_gradients(6)
 
 
-def test_ids_are_exchanged_there_where_all_tables_are_row_wise(make_buffers):
-    """As many as any forward whose rows fit has: of each part a number for each feature, and the ids."""
-    buffers = make_buffers(False, False)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_ids_are_exchanged_there(make_buffers, is_whole):
+    """As many as any forward whose rows fit has: of each part a number for each feature, and the ids; and how long the
+    bags are of features that a rank pools, of which one has two."""
+    buffers = make_buffers(False, is_whole)
     its = Bound(16, 8), Bound(80, 40)
     assert buffers.exchange_of_ids(its) is None
     prepared(buffers, its)
-    words = (2 + 18) + (3 + 90)
+    words = (2 + 18) + (3 + 90) + is_whole * 2 * SAMPLES
     ((its_memory,), last) = Memory.made, Memory.made[0].exchanges[0].spec
     assert its_memory.bounds == (Bound(18, 9), Bound(90, 45))
     assert (last.kind, last.each, last.width, last.dtype) == (IDS, words_of_region(words), 1, torch.int64)
     assert buffers.exchange_of_ids(its).spec == last
     assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))).spec == last
-    assert buffers.exchange_of_ids((Bound(18, 9), Bound(91, 45))) is None
+    assert buffers.exchange_of_ids((Bound(19, 9), Bound(90, 45))) is None
     prepared(buffers, (Bound(100, 8), Bound(80, 40)))
     assert [len(memory.exchanges) for memory in Memory.made] == [1, 1]
     assert Memory.made[0].did[-3:] == ["wait_stream", "wait_stream of ids", ("close", True)]
     assert buffers.exchange_of_ids(its) is Memory.made[1].exchanges[0]
     buffers.close(frees=True)
     assert buffers.exchange_of_ids(its) is None
-
-
-def test_ids_are_sent_where_a_table_is_held_whole(buffers):
-    prepared(buffers, bounds(16, 8))
-    assert not Memory.made[0].exchanges
-    assert buffers.exchange_of_ids(bounds(16, 8)) is None
 
 
 def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):

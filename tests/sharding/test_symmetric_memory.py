@@ -33,8 +33,10 @@ def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None, has_whol
         headers.append(flag)
         return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
-    part = SimpleNamespace(is_table_wise=has_whole, space=SimpleNamespace(features=[0, 1, 2]))
-    context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)])
+    part = SimpleNamespace(most_held=2 * has_whole, space=SimpleNamespace(features=[0, 1, 2]))
+    context = SimpleNamespace(
+        exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)], most_samples=7
+    )
     return SymmetricMemory(context), headers
 
 
@@ -143,7 +145,7 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
 
     def mapping(held, tokens, starts):
         assert tokens == [headers[0], 1]
-        assert list(starts.values()) == [512, 1536]
+        assert list(starts.values()) == [512, 1536, 2048]
         maps.append(True)
         held.append(Memory(freed))
         return {} if mapped else None
@@ -229,7 +231,7 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
         owner = [0, 1, 1] if is_table_wise else [-1, -1, -1]
         return SimpleNamespace(
             is_table_wise=is_table_wise, space=SimpleNamespace(width=width, features=[0, 1, 2]), owner=owner,
-            held=[1, 2], ranks=2, copies=1,
+            held=[1, 2], ranks=2, copies=1, most_held=2 * is_table_wise,
         )  # fmt: skip
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
@@ -292,15 +294,15 @@ def test_ids_of_a_captured_step_go_through_the_buffer_of_its_exchanges(captures_
 
 
 @pytest.mark.parametrize("has_whole", [False, True])
-def test_ids_have_a_buffer_where_all_tables_are_row_wise(gpus, monkeypatch, has_whole):
-    """Of each feature a number, and the ids, of two exchanges."""
+def test_ids_have_a_buffer(gpus, monkeypatch, has_whole):
+    """Of each feature a number, and the ids, and how long the bags are that a rank pools, of two exchanges."""
     memory, _ = memory_of(HERE, has_whole=has_whole)
     allocated = []
     monkeypatch.setattr(memory, "_add", allocated.append)
     assert memory.make(SPECS, BOUNDS) is None
-    of_ids = BufferSpec(0, 0, words_of_region(3 + 50), 1, torch.int64, IDS)
-    assert allocated == [SPECS if has_whole else [*SPECS, of_ids]]
+    of_ids = BufferSpec(0, 0, words_of_region(3 + 50 + has_whole * 2 * 7), 1, torch.int64, IDS)
+    assert allocated == [[*SPECS, of_ids]]
     assert memory.exchange_of_ids(BOUNDS) is None  # it was not allocated
     memory._exchanges[of_ids] = exchange = object()
-    assert memory.exchange_of_ids(BOUNDS) is (None if has_whole else exchange)
+    assert memory.exchange_of_ids(BOUNDS) is exchange
     assert memory.exchange_of_ids((Bound(51, 30),)) is None

@@ -144,7 +144,8 @@ class DeviceLookup:
         count = len(self.space.space.features) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *self._output, *overflow.flags, f"-DBAGS={each}", *self._alignment(out))
-        pool, stride = kernel(BAG, "bags_pool", *flags), bags.batch + bags.have_ends
+        pool = kernel(BAG, "bags_pool", *flags)
+        stride = bags.batch + bags.have_ends
         groups = len(self.space.space.features) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,

@@ -60,6 +60,11 @@ class Part:
         counts: list[int] = np.bincount(self.owner, minlength=self.ranks).tolist()
         return counts
 
+    @functools.cached_property
+    def most_held(self) -> int:
+        """How many features' bags any rank pools at most."""
+        return max(self.held) if self.is_table_wise else 0
+
     def held_by(self, rank: int) -> Array:
         """Which features' bags a rank pools, bool (F,)."""
         is_held: Array = (self.owner == rank) | (self.copies > 1)

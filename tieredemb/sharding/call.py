@@ -269,9 +269,10 @@ class ShardedCall:
         """Exchanges ids; returns what is requested of each shard here. `samples`: of each rank."""
         exchange, bounds = self.context.exchange, self._bounds
         peers: PeerExchange | None = None  # the same on all ranks
-        if self._report is not None:
+        has_one_size = len({*samples}) == 1 or not any(part.is_table_wise for part, _ in self.context.parts)
+        if self._report is not None and has_one_size:
             peers = self.context.captures.exchange_of_ids(bounds, is_planned=self.row_bound is not None)
-        elif self._eager_buffers is not None:
+        elif self._eager_buffers is not None and has_one_size:
             peers = self._eager_buffers.exchange_of_ids(bounds)
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):

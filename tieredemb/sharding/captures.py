@@ -135,7 +135,7 @@ class Captures(Agreement):
 
     def _make_buffers(self, calls: int) -> Iterator[list[PartBuffers]]:
         """Where ranks can write into each other's memory, the buffers for rows and gradients of the forwards of a step,
-        for each part; there are `calls` forwards. Likewise for ids, where all parts are row-wise."""
+        for each part; there are `calls` forwards. Likewise for ids."""
         context = self._context
         bounds = context.bounds(context.row_bound if self._goes_ahead else None)
         if bounds is None:

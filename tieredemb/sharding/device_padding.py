@@ -5,6 +5,7 @@ each of them a launch.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,31 +39,28 @@ _UPLOADED: list[torch.Tensor] = []  # by graphs, which may be replayed for as lo
 
 
 class Sender:
-    """What messages for one `part` have in common. `held`: of each receiver how many features' bags it pools ·
-    `before`: int64 (receivers + 1,), how many those before it pool, or 0 where none does."""
+    """What messages for one `part` have in common. `before`: int64 (receivers + 1,), of how many features the bags are
+    pooled by the receivers before each one, or 0 where none are."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
         self.receivers = part.ranks * part.copies
-        held = list(itertools.accumulate(part.held * part.copies, initial=0)) if part.is_table_wise else []
-        self.held = [after - before for before, after in itertools.pairwise(held)] or [0] * self.receivers
-        self.before = upload(held, device) if held else 0
-        self._by_rank = torch.from_numpy(part.by_rank).to(device) if held else 0
+        self.before: torch.Tensor | int = 0
+        self._by_rank: torch.Tensor | int = 0
+        if part.is_table_wise:
+            self.before = upload([*itertools.accumulate(part.held * part.copies, initial=0)], device)
+            self._by_rank = torch.from_numpy(part.by_rank).to(device)
 
     def bags(self, offsets: torch.Tensor, order: torch.Tensor, samples: int) -> StructValue:
         """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,) · `order`: see `PaddedBags`."""
         return struct_type(PADDING, "SentBags")(
-            held=self.before,
-            by_rank=self._by_rank,
-            offsets=offsets,
-            order=order,
-            batch=samples,
-            copies=self.part.copies,
-        )
+            held=self.before, by_rank=self._by_rank, offsets=offsets, order=order, batch=samples,
+            most=self.part.most_held, copies=self.part.copies,
+        )  # fmt: skip
 
     def sizes(self, bound: int, samples: int) -> list[int]:
         """How many values each rank is sent."""
-        return [len(self.part.space.features) + bound + held * samples for held in self.held]
+        return [len(self.part.space.features) + bound + self.part.most_held * samples] * self.receivers
 
 
 class PaddedBags(NamedTuple):
@@ -142,10 +140,10 @@ class Joiner:
     ) -> None:
         self._ranks, self._device, self._features = ranks, device, [len(part.space.features) for part in parts]
         self._is_row_wise = not parts[0].is_table_wise  # the first one, if any
-        self._held = [sum(its.part == p for its in pooled) for p in range(len(parts))]
+        self._most, held = [part.most_held for part in parts], Counter(its.part for its in pooled)
         self._bags = len(pooled)  # of each sample
         number = {its.feature: h for h, its in enumerate(pooled)}
-        rows = [(*its, self._held[its.part]) for its in pooled]
+        rows = [(*its, held[its.part]) for its in pooled]
         self._pooled = struct_type(PADDING, "Pooled")(
             place=upload(sorted(range(len(order)), key=order.__getitem__), device),
             number=upload([number.get(f, -1) for f in range(len(order))], device),
@@ -192,13 +190,13 @@ class Joiner:
         made, start, first = list[StructValue](), 0, 0
         for k in range(MOST_PARTS):
             values: torch.Tensor | int = 0
-            bound = features = held = 0
+            bound = features = most = 0
             if k < len(messages):
                 values, bound = messages[k].contiguous(), bounds[k].ids
-                features, held = self._features[k], self._held[k]
+                features, most = self._features[k], self._most[k]
             made.append(
                 struct_type(PADDING, "Messages")(
-                    values=values, bound=bound, start=start, features=features, held=held, first=first
+                    values=values, bound=bound, start=start, features=features, most=most, first=first
                 )
             )
             start, first = start + self._ranks * bound, first + features

@@ -1,12 +1,11 @@
-"""Buffers in each other's memory: eager forwards of ranks write rows and gradients there, and ids where all tables are
-row-wise, and NCCL sends none of these.
+"""Buffers in each other's memory: eager forwards of ranks write ids, rows or bags, and gradients there, and NCCL sends
+none of these.
 
 Each part has two buffers for rows, or bags, which forwards use alternately, and one for gradients; a replicated one has
-the latter alone. A rank writes the
-rows of a forward behind the barrier of the forward before it: by then all ranks have read the rows of the last forward
-that used the same buffer. It writes gradients behind the barrier of their own forward: by then all ranks have updated
-their rows by the gradients that were in the buffer. So a forward has one barrier, behind its rows, and its backward has
-one.
+the latter alone. A rank writes the rows of a forward behind the barrier of the forward before it: by then all ranks
+have read the rows of the last forward that used the same buffer. It writes gradients behind the barrier of their own
+forward: by then all ranks have updated their rows by the gradients that were in the buffer. So a forward has one
+barrier, behind its rows, and its backward has one.
 
 One forward at a time owns the buffer for gradients: from its rows on, until its gradients, or those of a later forward,
 have been exchanged. The gradients of other forwards are sent. All ranks decide this alike, by what all of them know:
@@ -43,7 +42,7 @@ class EagerBuffers:
         self._capacity: Bounds = ()
         self._samples = 0  # of each rank, as far as bags fit
         self._allocated: Sequence[Sequence[PartBuffers]] = ()  # of each part, of forwards that alternate
-        self._ids: PeerExchange | None = None  # where all parts are row-wise
+        self._ids: PeerExchange | None = None
         self._views: dict[tuple[Bounds, int], Sequence[PartBuffers]] = {}
         self._next = 0  # the buffer for the rows of the next forward
         self._owner: int | None = None  # the forward that owns the buffer for gradients
@@ -107,8 +106,7 @@ class EagerBuffers:
         self._ids = memory.exchange_of_ids(capacity)
 
     def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
-        """What exchanges the ids of a forward, if their exchange has these `bounds`; None where they do not fit, or
-        where a table is held whole."""
+        """What exchanges the ids of a forward, if their exchange has these `bounds`; None where they do not fit."""
         return self._ids if self._fits(bounds) else None
 
     def of(self, bounds: Bounds) -> Sequence[PartBuffers] | None:

@@ -192,7 +192,7 @@ class GpuPart:
         self, order: torch.Tensor, grad: torch.Tensor, batch: int, divisor: float, to: RowSpread, rank: int
     ) -> None:
         """Writes the gradients of the bags `order`, int64 (F · B,), to the memory of their owners. `rank`: this one."""
-        n, most = order.shape[0], max(self.sender.held) * batch
+        n, most = order.shape[0], self.part.most_held * batch
         kernel(OCCURRENCES, "bags_send", *self._gradient, *self._alignment(grad))(
             blocks_for(most * len(to.begins) * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, most,
             max(1, batch), self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before,

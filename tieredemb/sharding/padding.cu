@@ -1,7 +1,8 @@
 // Exchanges of one size, on a GPU: what `padding` and `request` do on a CPU by operations on tensors.
 //
 // The requests to a rank lie in a block of `bound` entries, of which the first are ids. A message has, for each rank,
-// the number of ids of each feature, the block, and how many ids each bag has that the rank pools: of `held` features.
+// the number of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most`
+// features, as any rank pools at most.
 #include "common.cuh"
 
 // How many samples the `ranks` have: `each`, or, where `starts` (ranks + 1,) is given, as many as lie between two starts.
@@ -20,11 +21,11 @@ __device__ __forceinline__ i64 samples_before(const Samples &samples, i64 rank) 
 struct Messages {
     const i64 *values;
     i64 bound, start;
-    int features, held, first;
+    int features, most, first;
 };
 
 __device__ __forceinline__ const i64 *message_of(const Messages &part, const Samples &samples, i64 rank) {
-    return part.values + rank * (part.features + part.bound) + part.held * samples_before(samples, rank);
+    return part.values + rank * (part.features + part.bound) + part.most * samples_before(samples, rank);
 }
 
 // What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
@@ -67,12 +68,12 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
 
 // What is sent of bags that others pool. `held` (receivers + 1,): how many features come before those that each receiver
 // pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `order`: receives which bag
-// each one is that comes back, rank by rank, sample by sample · `copies`: how many ranks get each message. Null where
-// bags are pooled here.
+// each one is that comes back, rank by rank, sample by sample · `most`: features that any receiver pools · `copies`: how
+// many ranks get each message. Null where bags are pooled here.
 struct SentBags {
     const i64 *held, *by_rank, *offsets;
     i64 *order;
-    i64 batch;
+    i64 batch, most;
     int copies;
 };
 
@@ -85,10 +86,10 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
     i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {
     wait_for_prior_kernel();
-    const i64 length = features + bound, receivers = (i64)ranks * bags.copies;
-    for (i64 k = thread_index(); k < receivers * length; k += thread_count()) {
+    const i64 length = features + bound, whole = length + bags.most * bags.batch;
+    for (i64 k = thread_index(); k < ranks * bags.copies * length; k += thread_count()) {
         const i64 receiver = k / length, rank = receiver % ranks, at = k - receiver * length;
-        const i64 to = k + (bags.held ? bags.held[receiver] * bags.batch : 0);
+        const i64 to = receiver * whole + at;
         if (at < features) {
             values[to] = counts[rank * stride + at];
             continue;
@@ -98,6 +99,12 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
         if (receiver < ranks) {
             padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
         }
+    }
+    const i64 lengths = bags.most * bags.batch;
+    for (i64 k = thread_index(); k < ranks * bags.copies * lengths; k += thread_count()) {  // where others pool more
+        const i64 receiver = k / lengths, at = k - receiver * lengths;
+        const i64 own = (bags.held[receiver + 1] - bags.held[receiver]) * bags.batch;
+        if (at >= own) values[receiver * whole + length + at] = 0;
     }
     const i64 n_bags = bags.held ? features * bags.batch : 0;
     for (i64 k = thread_index(); k < n_bags; k += thread_count()) {
@@ -109,9 +116,8 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
             const i64 end = bags.offsets[bag + 1] < n_homes ? bags.offsets[bag + 1] : n_homes;
             for (i64 i = bags.offsets[bag] > 0 ? bags.offsets[bag] : 0; i < end; i++) count += homes[i] >= 0;
         }
-        for (int copy = 0; copy < bags.copies; copy++) {
-            values[(rank + copy + 1) * length + ((i64)copy * features) * bags.batch + k] = count;
-        }
+        for (int copy = 0; copy < bags.copies; copy++)
+            values[(rank + copy) * whole + length + k - held * bags.batch] = count;
     }
     if (rows < 0) {
         const i64 n = begins[ranks] < n_order ? begins[ranks] : n_order;

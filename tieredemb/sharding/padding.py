@@ -1,9 +1,8 @@
 """Exchanges of one size: requests are padded to a bound that all ranks know, so that no host has to know how many there
 are.
 
-Counts are sent with the ids, and the receiver computes on the device where everything lies. Here these are operations
-on tensors, on either kind of device. They wait for nothing, so they fit a CUDA graph. On a GPU kernels do most of it
-instead (`device_padding`).
+Counts are sent with the ids, and the receiver computes where everything lies. On a CPU these are operations on tensors;
+on a GPU kernels do the same, as no host knows the counts (`device_padding`).
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def plain_ids(ids: torch.Tensor) -> torch.Tensor:
 
 class Message(NamedTuple):
     """What one rank requests of all, rank by rank: how many ids of each feature, the ids in a block, and, of features
-    whose bags the owner pools, how many ids each bag has. `values`: int64 (M,) · `sizes`: how many of them each rank
-    gets."""
+    whose bags the owner pools, how many ids each bag has, and zeros where another rank pools more. `values`: int64 (M,)
+    · `sizes`: how many of them each rank gets."""
 
     values: torch.Tensor
     sizes: list[int]
@@ -97,14 +96,12 @@ def message(
     the features, `held` by each · `copies`: how many times the message is sent."""
     ranks = counts.shape[0]
     blocks = torch.cat([counts, ids.view(ranks, -1)], 1)
-    if lengths is None:
-        return Message(blocks.view(-1), [blocks.shape[1]] * ranks)
-    pieces, first = [], 0
-    for rank, features in enumerate(held):
-        pieces += [blocks[rank], lengths[first : first + features].reshape(-1)]
-        first += features
-    values, sizes = torch.cat(pieces), [blocks.shape[1] + features * lengths.shape[1] for features in held]
-    return Message(values if copies == 1 else copied(values, copies), sizes * copies)
+    if lengths is not None:
+        of_ranks = lengths.new_zeros((ranks, max(held), lengths.shape[1]))
+        for its, of_rank in zip(of_ranks, lengths.split(list(held)), strict=True):
+            its[: len(of_rank)] = of_rank
+        blocks = copied(torch.cat([blocks, of_ranks.flatten(1)], 1), copies)
+    return Message(blocks.reshape(-1), [blocks.shape[1]] * len(blocks))
 
 
 def table_wise_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
@@ -123,14 +120,17 @@ class ReceivedMessages(NamedTuple):
     lengths: torch.Tensor | None
 
 
-def sizes_of(features: int, bound: int, held: int, samples: Sequence[int]) -> list[int]:
-    """How long the received messages are, of ranks that have so many `samples`. `features`: F · `held`: F′."""
-    return [features + bound + held * each for each in samples]
+def sizes_of(features: int, bound: int, most_held: int, samples: Sequence[int]) -> list[int]:
+    """How long the received messages are, of ranks that have so many `samples`. `features`: F · `most_held`: of how
+    many features any rank pools the bags."""
+    return [features + bound + most_held * each for each in samples]
 
 
-def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> ReceivedMessages:
-    """Reads messages of `sizes_of` the same arguments."""
-    pieces = torch.split(values, sizes_of(features, bound, held, samples))
+def read(
+    values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int], most_held: int
+) -> ReceivedMessages:
+    """Reads messages of `sizes_of` the same arguments. `held`: F′."""
+    pieces = torch.split(values, sizes_of(features, bound, most_held, samples))
     counts = torch.stack([piece[:features] for piece in pieces])
     ids = torch.cat([piece[features : features + bound] for piece in pieces])
     # whatever was received, nobody reads beyond a block
@@ -138,5 +138,7 @@ def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Se
     counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
     if not held:
         return ReceivedMessages(counts, ids, None)
-    lengths = [piece[features + bound :].view(held, each) for piece, each in zip(pieces, samples, strict=True)]
+    lengths = [
+        piece[features + bound :].view(most_held, each)[:held] for piece, each in zip(pieces, samples, strict=True)
+    ]
     return ReceivedMessages(counts, ids, torch.cat(lengths, 1))

@@ -89,7 +89,7 @@ class Request:
         for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
             ids = [bound.ids] * layout.ranks
             back = ids if bound.rows is None else [bound.rows] * layout.ranks
-            sizes = sizes_of(len(part.space.features), bound.ids, held, samples)
+            sizes = sizes_of(len(part.space.features), bound.ids, part.most_held, samples)
             bags = [held * each for each in samples]
             answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
             self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
@@ -111,7 +111,7 @@ class Request:
         """The same on a CPU, where the host knows how many ids it has received: the ids, and the layout of the
         output."""
         received = [
-            read(values, len(part.space.features), bound.ids, held, self._samples)
+            read(values, len(part.space.features), bound.ids, held, self._samples, part.most_held)
             for values, part, held, bound in zip(
                 messages, self._layout.parts, self._layout.held, self._bounds, strict=True
             )
@@ -196,12 +196,12 @@ class Request:
             each, features = torch.cat([*lengths]), list(itertools.chain(*layout.pooled))
             ends = torch.cat([edges.new_zeros((len(each), 1)), each.cumsum(1)], 1) + edges[features][:, None]
             begins = torch.minimum(ends, edges[1:][features][:, None])  # no bag reads beyond its feature
-            for number_of, f in enumerate(features):
-                its = slice(int(edges[f]), int(edges[f + 1]))
-                sample = torch.searchsorted(begins[number_of, :-1], torch.arange(its.start, its.stop), right=True) - 1
-                part = next(p for p, before in enumerate(layout.bags_before[1:]) if number_of < before)
-                first, held = self._rows_of_bags(part)[0], layout.held[part]
-                number[its] = first + sample * held + number_of - layout.bags_before[part]
+            own, starts = iter(begins), edges.tolist()
+            for p, its in enumerate(layout.pooled):
+                for k, f in enumerate(its):
+                    ids = torch.arange(starts[f], starts[f + 1], device=layout.device)
+                    sample = torch.searchsorted(next(own)[:-1], ids, right=True) - 1
+                    number[starts[f] : starts[f + 1]] = self._rows_of_bags(p)[0] + sample * layout.held[p] + k
             begins = begins.view(-1)
         picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
         return self._stack_of(begins, number.to(torch.int32), picked)

@@ -32,7 +32,6 @@ from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import LeavingOnError, shares_memory
 from tieredemb.sharding.header import Bound, Bounds, Phase
 from tieredemb.sharding.peer_exchange import PeerExchange, words_of_region
-from tieredemb.sharding.shard import Shard
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 
 ALIGNED, WORD = 512, 8  # bytes: buffers begin at multiples; a token by which ranks know each other's memory
@@ -69,15 +68,16 @@ class BufferSpec(NamedTuple):
     def for_gradients(cls, context: ShardedContext, call: int, number: int, bound: Bound) -> BufferSpec:
         """For their gradients."""
         part, shard = context.parts[number]
-        each = max(part.held) * context.most_samples if part.is_table_wise else bound.ids
+        each = part.most_held * context.most_samples if part.is_table_wise else bound.ids
         return cls(call, number, each, shard.space.width, torch.float32, GRADIENTS)
 
     @classmethod
-    def for_ids(cls, parts: Sequence[tuple[Part, Shard]], bounds: Bounds) -> BufferSpec | None:
-        """For the ids of all `parts`; None where one is not row-wise: then messages differ in size."""
-        if any(part.is_table_wise for part, _ in parts):
-            return None
-        words = sum(len(part.space.features) + bound.ids for (part, _), bound in zip(parts, bounds, strict=True))
+    def for_ids(cls, context: ShardedContext, bounds: Bounds) -> BufferSpec:
+        """For the ids of all parts, and the lengths of bags."""
+        words = sum(
+            len(part.space.features) + bound.ids + part.most_held * context.most_samples
+            for (part, _), bound in zip(context.parts, bounds, strict=True)
+        )
         return cls(0, 0, words_of_region(words), 1, torch.int64, IDS)
 
 
@@ -176,8 +176,8 @@ class SymmetricMemory:
         lacks memory. A collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
         if self._is_off or not specs:
             return None
-        of_ids = BufferSpec.for_ids(self._context.parts, bounds)
-        missing = [spec for spec in (*specs, of_ids) if spec is not None and spec not in self._made]
+        of_ids = BufferSpec.for_ids(self._context, bounds)
+        missing = [spec for spec in (*specs, of_ids) if spec not in self._made]
         if not missing or self._add(missing):
             return [self._made[spec] for spec in specs]
         return None
@@ -261,8 +261,7 @@ class SymmetricMemory:
 
     def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
         """What exchanges ids through the buffer that was made for exchanges of these `bounds`; None if none was."""
-        spec = BufferSpec.for_ids(self._context.parts, bounds)
-        return None if spec is None else self._exchanges.get(spec)
+        return self._exchanges.get(BufferSpec.for_ids(self._context, bounds))
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
