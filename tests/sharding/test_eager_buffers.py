@@ -18,7 +18,7 @@ from tieredemb.sharding.eager_buffers import LACKING, EagerBuffers
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.peer_exchange import words_of_region
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
-from tieredemb.sharding.symmetric import BufferSpec, SymmetricRows
+from tieredemb.sharding.symmetric import SymmetricRows
 
 RANKS, RANK, WIDTH, SAMPLES = 3, 1, 4, 7
 
@@ -31,11 +31,11 @@ class Memory:
     bytes, wait_seconds = 100, 0.5
 
     def __init__(self, context, share):
-        self.share, self.context, self.specs, self.did, self.exchanges = share, context, None, [], []
+        self.share, self.specs, self.did, self.exchanges = share, None, [], []
         self.made.append(self)
 
-    def make(self, specs, bounds):
-        self.specs, self.bounds = specs, bounds
+    def make(self, specs, of_ids):
+        self.specs, self.of_ids = specs, of_ids
         if not self.has_memory:
             return None
         begins = torch.zeros(RANKS, dtype=torch.int64)
@@ -48,9 +48,8 @@ class Memory:
             for spec in specs
         ]
 
-    def exchange_of_ids(self, bounds):
-        assert bounds == self.bounds
-        spec = BufferSpec.for_ids(self.context, bounds)
+    def exchange_of_ids(self, spec):
+        assert spec == self.of_ids
         self.exchanges.append(SimpleNamespace(spec=spec, wait_stream=lambda: self.did.append("wait_stream of ids")))
         return self.exchanges[-1]
 
@@ -89,7 +88,7 @@ def make_buffers(monkeypatch):
         parts = [(part_of(space, is_table_wise=is_whole), shard) for is_whole, space in of_parts]
         return EagerBuffers(
             SimpleNamespace(
-                exchange=exchange, device=torch.device("cuda", 0), parts=parts, most_samples=SAMPLES,
+                exchange=exchange, device=torch.device("cuda", 0), parts=parts,
                 output_dtype=torch.float32, place_in_output=lambda number: not are_table_wise[number],
             )
         )  # fmt: skip
@@ -109,13 +108,13 @@ def bounds(ids, rows=None):
 
 def prepared(buffers, its, times=LACKING):
     for _ in range(times):
-        buffers.prepare(its)
-    return buffers.of(its)
+        buffers.prepare(its, SAMPLES)
+    return buffers.of(its, SAMPLES)
 
 
 def forward(buffers, number, its, *, trains=True):
     """Where it writes its rows, if it does, once all ranks are at the barrier behind them."""
-    found = buffers.of(its)
+    found = buffers.of(its, SAMPLES)
     if found is not None:
         buffers.rows_exchanged(number, trains=trains)
     return None if found is None else found[0].rows.received.data_ptr()
@@ -160,11 +159,15 @@ def test_bags_lie_owner_by_owner_and_their_gradients_rank_by_rank(buffers):
     assert table_wise.of_bags(part, [8, 8, 8], 0) is None
 
 
-def test_more_samples_than_before_need_larger_buffers(buffers):
-    prepared(buffers, bounds(16, 8))
-    buffers._context.most_samples = 9
-    assert buffers.of(bounds(16, 8)) is None
-    assert prepared(buffers, bounds(16, 8)) is not None
+def test_more_samples_than_fit_get_larger_buffers(buffers):
+    """And fewer samples fit meanwhile."""
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    assert buffers.of(its, SAMPLES + 2) is None
+    for _ in range(LACKING):
+        assert buffers.of(its, SAMPLES) is not None
+        buffers.prepare(its, SAMPLES + 2)
+    assert buffers.of(its, SAMPLES + 2) is not None
     assert [spec.each for spec in Memory.made[1].specs] == [9, 9, 18, 18, 9, 9]
 
 
@@ -175,15 +178,16 @@ def test_a_row_may_come_back_for_each_id(buffers):
 
 def test_smaller_forwards_fit_and_larger_ones_get_buffers_later(buffers):
     prepared(buffers, bounds(16, 8))
-    assert buffers.of(bounds(5, 3))[0].rows.to.each == 3
-    assert buffers.of(bounds(18, 9)) is not None
-    assert buffers.of(bounds(19, 9)) is None
-    assert buffers.of(bounds(16, 10)) is None
+    assert buffers.of(bounds(5, 3), SAMPLES)[0].rows.to.each == 3
+    assert buffers.of(bounds(18, 9), SAMPLES) is not None
+    assert buffers.of(bounds(19, 9), SAMPLES) is None
+    assert buffers.of(bounds(16, 10), SAMPLES) is None
     before = len(Memory.made[0].did)
     prepared(buffers, bounds(40, 4))
     first, second = Memory.made
     assert (
-        buffers.of(bounds(5, 3))[0].rows.received.data_ptr() == buffers._allocated[0][0].rows.received.data_ptr()
+        buffers.of(bounds(5, 3), SAMPLES)[0].rows.received.data_ptr()
+        == buffers._allocated[0][0].rows.received.data_ptr()
     )  # not in what was given up
     assert [spec.each for spec in second.specs] == [9, 7, 14, 45, 9, 7]  # what fitted still does
     assert first.did[before:] == [
@@ -198,7 +202,7 @@ def test_one_that_fits_between_begins_the_count_anew(buffers):
     prepared(buffers, bounds(16, 8))
     for _ in range(3):
         prepared(buffers, bounds(40, 8), LACKING - 1)
-        buffers.prepare(bounds(16, 8))
+        buffers.prepare(bounds(16, 8), SAMPLES)
     assert len(Memory.made) == 1
 
 
@@ -207,7 +211,7 @@ def test_forwards_alternate_between_the_buffers_for_rows(buffers):
     prepared(buffers, its)
     found = [forward(buffers, number, its, trains=False) for number in range(4)]
     assert found[0] == found[2] != found[1] == found[3]
-    buffers.of(its)  # of one that has failed before the barrier, on all ranks
+    buffers.of(its, SAMPLES)  # of one that has failed before the barrier, on all ranks
     assert forward(buffers, 5, its) == found[0]
 
 
@@ -242,21 +246,21 @@ def test_ids_are_exchanged_there(make_buffers, is_whole):
     bags are of features that a rank pools, of which one has two."""
     buffers = make_buffers(False, is_whole)
     its = Bound(16, 8), Bound(80, 40)
-    assert buffers.exchange_of_ids(its) is None
+    assert buffers.exchange_of_ids(its, SAMPLES) is None
     prepared(buffers, its)
     words = (2 + 18) + (3 + 90) + is_whole * 2 * SAMPLES
     ((its_memory,), last) = Memory.made, Memory.made[0].exchanges[0].spec
-    assert its_memory.bounds == (Bound(18, 9), Bound(90, 45))
+    assert its_memory.of_ids == last
     assert (last.kind, last.each, last.width, last.dtype) == (IDS, words_of_region(words), 1, torch.int64)
-    assert buffers.exchange_of_ids(its).spec == last
-    assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45))).spec == last
-    assert buffers.exchange_of_ids((Bound(19, 9), Bound(90, 45))) is None
+    assert buffers.exchange_of_ids(its, SAMPLES).spec == last
+    assert buffers.exchange_of_ids((Bound(18, 9), Bound(90, 45)), SAMPLES).spec == last
+    assert buffers.exchange_of_ids((Bound(19, 9), Bound(90, 45)), SAMPLES) is None
     prepared(buffers, (Bound(100, 8), Bound(80, 40)))
     assert [len(memory.exchanges) for memory in Memory.made] == [1, 1]
     assert Memory.made[0].did[-3:] == ["wait_stream", "wait_stream of ids", ("close", True)]
-    assert buffers.exchange_of_ids(its) is Memory.made[1].exchanges[0]
+    assert buffers.exchange_of_ids(its, SAMPLES) is Memory.made[1].exchanges[0]
     buffers.close(frees=True)
-    assert buffers.exchange_of_ids(its) is None
+    assert buffers.exchange_of_ids(its, SAMPLES) is None
 
 
 def test_a_forward_comes_behind_the_last_barrier_and_has_one(buffers):
@@ -277,7 +281,7 @@ def test_a_forward_sends_behind_one_that_has_failed(buffers):
     prepared(buffers, its)
     buffers.rows_sent()
     first = forward(buffers, 3, its)
-    buffers.of(its)
+    buffers.of(its, SAMPLES)
     buffers._context.exchange.failures += 1
     assert [forward(buffers, number, its) for number in (4, 5)] == [None, None]
     assert Memory.made[0].did[-1] == "wait_stream"  # what is sent comes behind what was written
@@ -304,17 +308,17 @@ def test_buffers_that_cannot_grow_stay(buffers, monkeypatch):
     monkeypatch.setattr(Memory, "has_memory", False)
     assert prepared(buffers, bounds(40, 8), 5 * LACKING) is None
     assert len(Memory.made) == 2
-    assert buffers.of(bounds(16, 8)) is not None
+    assert buffers.of(bounds(16, 8), SAMPLES) is not None
     assert not buffers.is_off
 
 
 def test_closed_buffers_take_no_forward(buffers):
     prepared(buffers, bounds(16, 8))
-    views = [weakref.ref(its.rows.received) for its in buffers.of(bounds(16, 8)) if its is not None]
+    views = [weakref.ref(its.rows.received) for its in buffers.of(bounds(16, 8), SAMPLES) if its is not None]
     buffers.close(frees=False)
     gc.collect()
     assert not any(its() is not None for its in views)  # nothing of it is held any more
-    assert buffers.of(bounds(16, 8)) is None
+    assert buffers.of(bounds(16, 8), SAMPLES) is None
     assert Memory.made[0].did[-1] == ("close", False)
     assert prepared(buffers, bounds(16, 8), 2 * LACKING) is None
 

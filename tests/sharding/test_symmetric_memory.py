@@ -34,9 +34,7 @@ def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None, has_whol
         return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
     part = SimpleNamespace(most_held=2 * has_whole, space=SimpleNamespace(features=[0, 1, 2]))
-    context = SimpleNamespace(
-        exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)], most_samples=7
-    )
+    context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)])
     return SymmetricMemory(context), headers
 
 
@@ -98,14 +96,14 @@ def test_a_gpu_without_a_way_to_it_is_not_reached(gpus):
     assert not memory_of(HERE)[0]._reaches_all()
 
 
-BOUNDS = (Bound(50, 30),)
+OF_IDS = BufferSpec(0, 0, 40, 1, torch.int64, IDS)
 SPECS = [BufferSpec(0, 0, 10, 8, torch.float32, ROWS), BufferSpec(0, 0, 7, 8, torch.bfloat16, GRADIENTS)]
 
 
 @pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
 def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywords):
     memory, headers = memory_of(HERE, **keywords)
-    assert memory.make(SPECS, BOUNDS) is None
+    assert memory.make(SPECS, OF_IDS) is None
     assert not headers
 
 
@@ -152,8 +150,8 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
 
     monkeypatch.setattr(memory, "_allocate", allocate)
     monkeypatch.setattr(memory, "_mapped", mapping)
-    assert memory.make(SPECS, BOUNDS) is None
-    assert memory.make(SPECS, BOUNDS) is None  # nor asks again
+    assert memory.make(SPECS, OF_IDS) is None
+    assert memory.make(SPECS, OF_IDS) is None  # nor asks again
     assert [bool(each) for each in headers] == [allocated, mapped][: len(flags)]
     assert len(maps) == len(flags) - 1
     assert freed == [True] * (allocated + len(maps))
@@ -206,7 +204,7 @@ def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fit
 
 def test_without_row_wise_tables_ranks_announce_nothing(gpus):
     memory, headers = memory_of(HERE)
-    assert memory.make([], BOUNDS) is None
+    assert memory.make([], OF_IDS) is None
     assert not headers
 
 
@@ -246,9 +244,9 @@ def _captures_of(monkeypatch, row_bound, *, has_whole):
     context.bounds = lambda rows: (Bound(50, rows),) * 3
     context.most_samples, context.output_dtype, context.place_in_output = 7, torch.float32, lambda number: number
     captures, met, made = Captures(context, None, None), [], []
-    monkeypatch.setattr(captures.symmetric, "make", lambda buffers, bounds: (made.append(bounds), buffers)[1])
+    monkeypatch.setattr(captures.symmetric, "make", lambda buffers, of_ids: (made.append(of_ids), buffers)[1])
     monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
-    monkeypatch.setattr(captures.symmetric, "exchange_of_ids", lambda bounds: bounds if bounds in made else None)
+    monkeypatch.setattr(captures.symmetric, "exchange_of_ids", lambda of_ids: of_ids if of_ids in made else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return captures, met
 
@@ -288,7 +286,7 @@ def test_ids_of_a_captured_step_go_through_the_buffer_of_its_exchanges(captures_
     bounds, given = (Bound(50, 30 if ahead else None),) * 3, [(torch.zeros(1), torch.zeros(0))]
     assert captures.exchange_of_ids(bounds, is_planned=ahead) is None
     with captures.capturing(given, planned=given if ahead else ()):
-        assert captures.exchange_of_ids(bounds, is_planned=ahead) == bounds
+        assert captures.exchange_of_ids(bounds, is_planned=ahead) == BufferSpec.for_ids(captures._context, bounds, 7)
         assert captures.exchange_of_ids(bounds, is_planned=not ahead) is None
         assert captures.exchange_of_ids((Bound(51, 30), *bounds[1:]), is_planned=ahead) is None
 
@@ -299,10 +297,11 @@ def test_ids_have_a_buffer(gpus, monkeypatch, has_whole):
     memory, _ = memory_of(HERE, has_whole=has_whole)
     allocated = []
     monkeypatch.setattr(memory, "_add", allocated.append)
-    assert memory.make(SPECS, BOUNDS) is None
-    of_ids = BufferSpec(0, 0, words_of_region(3 + 50 + has_whole * 2 * 7), 1, torch.int64, IDS)
+    of_ids = BufferSpec.for_ids(memory._context, (Bound(50, 30),), 7)
+    assert of_ids == BufferSpec(0, 0, words_of_region(3 + 50 + has_whole * 2 * 7), 1, torch.int64, IDS)
+    assert memory.make(SPECS, of_ids) is None
     assert allocated == [[*SPECS, of_ids]]
-    assert memory.exchange_of_ids(BOUNDS) is None  # it was not allocated
+    assert memory.exchange_of_ids(of_ids) is None  # it was not allocated
     memory._exchanges[of_ids] = exchange = object()
-    assert memory.exchange_of_ids(BOUNDS) is exchange
-    assert memory.exchange_of_ids((Bound(51, 30),)) is None
+    assert memory.exchange_of_ids(of_ids) is exchange
+    assert memory.exchange_of_ids(of_ids._replace(each=1)) is None

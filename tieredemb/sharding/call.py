@@ -235,7 +235,7 @@ class ShardedCall:
         context.check_capacity(bounds)
         if self._eager_buffers is not None:
             with LeavingOnError(context.exchange):
-                self._eager_buffers.prepare(bounds)
+                self._eager_buffers.prepare(bounds, max(header.samples))
         self._note_announced(header.flags)
         self.exchange_number, self._bounds, self._samples = context.number, bounds, header.samples
         with LeavingOnError(context.exchange):
@@ -252,9 +252,9 @@ class ShardedCall:
         """The bounds of the exchange: those used before, if they take all that any rank requests, else just as much as
         that. None where a rank does not know that yet."""
         context, most, bounds = self.context, header.most, None
-        context.most_samples = max(context.most_samples, *header.samples)
         if self._is_captured:
             context.learn_ids(most)
+            context.most_samples = max(context.most_samples, *header.samples)
         if self._is_captured or context.max_ids is not None:
             bounds = context.bounds(self.row_bound)
         if context.recorded is not None and self._learns_bounds:
@@ -273,7 +273,7 @@ class ShardedCall:
         if self._report is not None and has_one_size:
             peers = self.context.captures.exchange_of_ids(bounds, is_planned=self.row_bound is not None)
         elif self._eager_buffers is not None and has_one_size:
-            peers = self._eager_buffers.exchange_of_ids(bounds)
+            peers = self._eager_buffers.exchange_of_ids(bounds, max(samples))
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
                 self._bags, requested = self._recorded.exchange(peers)
@@ -405,7 +405,7 @@ class ShardedCall:
         if captures.is_active:
             whole, self._memory = captures.buffers(), captures.symmetric
         elif eager is not None:
-            whole, self._memory = eager.of(self._bounds), eager
+            whole, self._memory = eager.of(self._bounds, max(self._samples)), eager
         if whole is not None:
             rank = self.context.exchange.rank
             buffers = [

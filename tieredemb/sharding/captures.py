@@ -21,7 +21,7 @@ from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bounds, LargestRequest, Phase, bounds_take
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory, make_parts
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, make_parts
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -140,7 +140,8 @@ class Captures(Agreement):
         bounds = context.bounds(context.row_bound if self._goes_ahead else None)
         if bounds is None:
             return iter(())
-        made = make_parts(self.symmetric, context, bounds, [(call, call) for call in range(calls)])
+        each = [(call, call) for call in range(calls)]
+        made = make_parts(self.symmetric, context, bounds, context.most_samples, each)
         return iter(()) if made is None else self._behind_barrier(made)
 
     def _behind_barrier(self, buffers: Sequence[list[PartBuffers]]) -> Iterator[list[PartBuffers]]:
@@ -178,7 +179,9 @@ class Captures(Agreement):
         """What exchanges the ids of a captured forward, if their exchange has these `bounds`; None where NCCL does.
         `is_planned`: whether the step plans it ahead. In such a step a recomputed forward exchanges on another branch
         of the graph, and so by NCCL, as one rank's exchanges through memory have to follow each other."""
-        return self.symmetric.exchange_of_ids(bounds) if is_planned == self._goes_ahead else None
+        if is_planned != self._goes_ahead:
+            return None
+        return self.symmetric.exchange_of_ids(BufferSpec.for_ids(self._context, bounds, self._context.most_samples))
 
     @property
     def is_active(self) -> bool:

@@ -49,8 +49,8 @@ class ShardedContext:
     else captured steps learn it from what they have requested so far, as all ranks know · `number`: of the last
     exchange · `most_rows`: the most different rows that this rank has requested from another in one part, of batches
     that captured steps plan ahead · `row_bound`: how many come back there, once the ranks have compared ·
-    `most_samples`: of any rank in any forward so far · `offers_ahead`: whether this rank would plan eager steps ahead ·
-    `plans_ahead`: whether all ranks do."""
+    `most_samples`: of any rank in a forward that is captured, or will be · `offers_ahead`: whether this rank would plan
+    eager steps ahead · `plans_ahead`: whether all ranks do."""
 
     layout: Layout
     exchange: Exchange

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.header import Bound, Bounds
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory, make_parts
+from tieredemb.sharding.symmetric import BufferSpec, PartBuffers, SymmetricMemory, make_parts
 
 LACKING = 4  # forwards in a row without buffers, before these are allocated
 MORE = 8  # a buffer is larger than these forwards need by one part in so many
@@ -62,29 +62,30 @@ class EagerBuffers:
         """Of this rank's memory."""
         return 0 if self._memory is None else self._memory.bytes
 
-    def prepare(self, bounds: Bounds) -> None:
-        """To be called once all ranks have agreed to an exchange of these `bounds`, before a forward. Allocates buffers
+    def prepare(self, bounds: Bounds, samples: int) -> None:
+        """To be called once all ranks have agreed to an exchange of these `bounds`, before a forward in which none has
+        more than so many `samples`. Allocates buffers
         where several forwards in a row have lacked them. A collective; waits for the device where it allocates."""
         if self.is_off or not self._grows or self._owner is not None:
             return
-        if self._fits(bounds):
+        if self._fits(bounds, samples):
             self._lacking = 0
             return
         self._lacking += 1
         if self._lacking == LACKING:
             self._lacking = 0
-            self._allocate(bounds)
+            self._allocate(bounds, samples)
 
-    def _fits(self, bounds: Bounds) -> bool:
+    def _fits(self, bounds: Bounds, samples: int) -> bool:
         each = zip(bounds, self._capacity, self._context.parts, strict=False)
         return bool(self._capacity) and all(
-            self._context.most_samples <= self._samples
+            samples <= self._samples
             if part.is_table_wise
             else bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
             for bound, capacity, (part, _) in each
         )
 
-    def _allocate(self, bounds: Bounds) -> None:
+    def _allocate(self, bounds: Bounds, samples: int) -> None:
         capacity = tuple(
             Bound(max(_more(bound.ids), old.ids), max(_more(bound.row_count), old.row_count))
             for bound, old in zip(bounds, self._capacity or bounds, strict=True)
@@ -93,8 +94,9 @@ class EagerBuffers:
             self._memory.wait_stream()  # its last uses, on any stream, come before the barrier of the new one
         if self._ids is not None:
             self._ids.wait_stream()
-        memory = SymmetricMemory(self._context, SHARE)
-        allocated = make_parts(memory, self._context, capacity, [(number, 0) for number in range(ALTERNATING)])
+        memory, samples = SymmetricMemory(self._context, SHARE), max(samples, self._samples)
+        in_turn = [(number, 0) for number in range(ALTERNATING)]
+        allocated = make_parts(memory, self._context, capacity, samples, in_turn)
         if allocated is None:  # the buffers that there are stay
             self.is_off, self._grows = self._memory is None, False
             return
@@ -102,14 +104,14 @@ class EagerBuffers:
             self._waited += self._memory.wait_seconds
             self._release(frees=True)
         self._memory, self._capacity, self._allocated = memory, capacity, allocated
-        self._samples = self._context.most_samples
-        self._ids = memory.exchange_of_ids(capacity)
+        self._samples = samples
+        self._ids = memory.exchange_of_ids(BufferSpec.for_ids(self._context, capacity, samples))
 
-    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
+    def exchange_of_ids(self, bounds: Bounds, samples: int) -> PeerExchange | None:
         """What exchanges the ids of a forward, if their exchange has these `bounds`; None where they do not fit."""
-        return self._ids if self._fits(bounds) else None
+        return self._ids if self._fits(bounds, samples) else None
 
-    def of(self, bounds: Bounds) -> Sequence[PartBuffers] | None:
+    def of(self, bounds: Bounds, samples: int) -> Sequence[PartBuffers] | None:
         """The buffers of a forward whose exchange has these `bounds`: of each row-wise part, with as many rows from
         each rank as it exchanges; of others whole ones (`PartBuffers.of_bags`). None where they do not fit, or where a
         forward has failed before. The current stream may write there from now on."""
@@ -117,7 +119,7 @@ class EagerBuffers:
         if memory is None or self.is_off:
             return None
         memory.wait_stream()  # also before rows are sent
-        if not self._fits(bounds) or self._context.exchange.failures > self._failures:
+        if not self._fits(bounds, samples) or self._context.exchange.failures > self._failures:
             return None
         key = (bounds, self._next)
         if key not in self._views:

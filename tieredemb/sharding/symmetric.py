@@ -53,29 +53,29 @@ class BufferSpec(NamedTuple):
     kind: str
 
     @classmethod
-    def for_rows(cls, context: ShardedContext, call: int, number: int, bound: Bound) -> BufferSpec | None:
-        """For the rows of part `number`, or its bags, of at most as many samples as any forward had so far. None where
-        bags stay on their rank."""
+    def for_rows(cls, context: ShardedContext, call: int, number: int, bound: Bound, samples: int) -> BufferSpec | None:
+        """For the rows of part `number`, or its bags, of at most so many `samples` of each rank. None where bags stay
+        on their rank."""
         part, shard = context.parts[number]
         if part.copies > 1:
             return None
         each, dtype = bound.row_count, shard.engine.tables.config.output_dtype
         if part.is_table_wise:
-            each, dtype = -(-len(part.owner) * context.most_samples // part.ranks), context.output_dtype
+            each, dtype = -(-len(part.owner) * samples // part.ranks), context.output_dtype
         return cls(call, number, each, shard.space.width, dtype, ROWS)
 
     @classmethod
-    def for_gradients(cls, context: ShardedContext, call: int, number: int, bound: Bound) -> BufferSpec:
+    def for_gradients(cls, context: ShardedContext, call: int, number: int, bound: Bound, samples: int) -> BufferSpec:
         """For their gradients."""
         part, shard = context.parts[number]
-        each = part.most_held * context.most_samples if part.is_table_wise else bound.ids
+        each = part.most_held * samples if part.is_table_wise else bound.ids
         return cls(call, number, each, shard.space.width, torch.float32, GRADIENTS)
 
     @classmethod
-    def for_ids(cls, context: ShardedContext, bounds: Bounds) -> BufferSpec:
+    def for_ids(cls, context: ShardedContext, bounds: Bounds, samples: int) -> BufferSpec:
         """For the ids of all parts, and the lengths of bags."""
         words = sum(
-            len(part.space.features) + bound.ids + part.most_held * context.most_samples
+            len(part.space.features) + bound.ids + part.most_held * samples
             for (part, _), bound in zip(context.parts, bounds, strict=True)
         )
         return cls(0, 0, words_of_region(words), 1, torch.int64, IDS)
@@ -126,26 +126,27 @@ class PartBuffers(NamedTuple):
 
 
 def make_parts(
-    memory: SymmetricMemory, context: ShardedContext, bounds: Bounds, calls: Sequence[tuple[int, int]]
+    memory: SymmetricMemory, context: ShardedContext, bounds: Bounds, samples: int, calls: Sequence[tuple[int, int]]
 ) -> list[list[PartBuffers]] | None:
-    """The buffers of each of the `calls`, part by part; allocates those that are missing, as `SymmetricMemory.make`
-    does. Of each the numbers by which its buffers for rows, and those for gradients, are named."""
+    """The buffers of each of the `calls`, part by part, whose exchanges have these `bounds`, of at most so many
+    `samples` of each rank; allocates those that are missing, as `SymmetricMemory.make` does. Of each call the numbers
+    by which its buffers for rows, and those for gradients, are named."""
     specs = list[BufferSpec]()
     for of_rows, of_gradients in calls:
-        rows = [BufferSpec.for_rows(context, of_rows, number, bound) for number, bound in enumerate(bounds)]
+        rows = [BufferSpec.for_rows(context, of_rows, number, bound, samples) for number, bound in enumerate(bounds)]
         specs += [spec for spec in rows if spec is not None]
         # in the order of an owner's output: where they lie one behind another, they are not copied to make one tensor
         in_order = sorted(enumerate(bounds), key=lambda its: context.place_in_output(its[0]))
-        specs += [BufferSpec.for_gradients(context, of_gradients, number, bound) for number, bound in in_order]
+        specs += [BufferSpec.for_gradients(context, of_gradients, *its, samples) for its in in_order]
     specs = [*dict.fromkeys(specs)]
-    allocated = memory.make(specs, bounds)
+    allocated = memory.make(specs, BufferSpec.for_ids(context, bounds, samples))
     if allocated is None:
         return None
     made = dict(zip(specs, allocated, strict=True))
 
     def of_part(number: int, bound: Bound, of_rows: int, of_gradients: int) -> PartBuffers:
-        rows = BufferSpec.for_rows(context, of_rows, number, bound)
-        grads = made[BufferSpec.for_gradients(context, of_gradients, number, bound)]
+        rows = BufferSpec.for_rows(context, of_rows, number, bound, samples)
+        grads = made[BufferSpec.for_gradients(context, of_gradients, number, bound, samples)]
         return PartBuffers(None if rows is None else made[rows], grads)
 
     return [[of_part(number, bound, *call) for number, bound in enumerate(bounds)] for call in calls]
@@ -170,13 +171,12 @@ class SymmetricMemory:
         self._barrier: Barrier | None = None
         self._exchanges: dict[BufferSpec, PeerExchange] = {}
 
-    def make(self, specs: Sequence[BufferSpec], bounds: Bounds) -> list[SymmetricRows] | None:
-        """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing, and one for
-        the ids of exchanges of these `bounds`. None on all ranks where a GPU does not reach another one's memory, or
+    def make(self, specs: Sequence[BufferSpec], of_ids: BufferSpec) -> list[SymmetricRows] | None:
+        """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing, and that for
+        ids. None on all ranks where a GPU does not reach another one's memory, or
         lacks memory. A collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
         if self._is_off or not specs:
             return None
-        of_ids = BufferSpec.for_ids(self._context, bounds)
         missing = [spec for spec in (*specs, of_ids) if spec not in self._made]
         if not missing or self._add(missing):
             return [self._made[spec] for spec in specs]
@@ -259,9 +259,9 @@ class SymmetricMemory:
         assert self._barrier is not None
         self._barrier.wait_stream()
 
-    def exchange_of_ids(self, bounds: Bounds) -> PeerExchange | None:
-        """What exchanges ids through the buffer that was made for exchanges of these `bounds`; None if none was."""
-        return self._exchanges.get(BufferSpec.for_ids(self._context, bounds))
+    def exchange_of_ids(self, of_ids: BufferSpec) -> PeerExchange | None:
+        """What exchanges ids through such a buffer; None if none was made."""
+        return self._exchanges.get(of_ids)
 
     def _laid_out(self, specs: Sequence[BufferSpec]) -> tuple[list[int], int]:
         """Where each begins, in bytes, and where the last ends."""
