@@ -90,14 +90,15 @@ def test_without_max_ids_the_fullest_block_counts(worlds):
 
 
 def test_tables_held_whole_send_bags(worlds):
-    """Rank 1 has them: rank 0 sends it the lengths of its bags, and their gradients."""
-    ids = (1 + MAX_IDS) * ID
-    check(worlds(2), [(ids + SAMPLES * ID, 0, SAMPLES * ROW), (ids, SAMPLES * ROW, 0)], sharding=te.TableWise(rank=1))
+    """Rank 1 has them: rank 0 sends it the gradients of its bags. Both send lengths of bags: messages are equally
+    long."""
+    ids = (1 + MAX_IDS + SAMPLES) * ID
+    check(worlds(2), [(ids, 0, SAMPLES * ROW), (ids, SAMPLES * ROW, 0)], sharding=te.TableWise(rank=1))
 
 
 def test_weights_count_as_ids_and_what_their_gradient_takes_as_rows(worlds):
-    ids, all_rows = (1 + MAX_IDS) * ID + MAX_IDS * 4, MAX_IDS * ROW
-    expected = [(ids + SAMPLES * ID, all_rows, SAMPLES * ROW), (ids, SAMPLES * ROW + all_rows, 0)]
+    ids, all_rows = (1 + MAX_IDS + SAMPLES) * ID + MAX_IDS * 4, MAX_IDS * ROW
+    expected = [(ids, all_rows, SAMPLES * ROW), (ids, SAMPLES * ROW + all_rows, 0)]
     check(worlds(2), expected, sharding=te.TableWise(rank=1), weighted=True, for_weights=all_rows)
 
 

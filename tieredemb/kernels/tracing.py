@@ -43,12 +43,12 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "swap": ("missed_report", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
-        *("bags_pool", "bags_unpack", "rows_gather", "rows_spread", "ranks_meet", "clock_note"),
+        *("bags_pool", "bags_spread", "bags_unpack", "rows_gather", "rows_spread", "ranks_meet", "clock_note"),
         *("segments_limit_norm", "segments_catch_up", "rows_keep_replayed", "rows_read_current"),
     ),
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),
-        *("occurrences_spread", "addresses_set", "segments_update", "long_segments_update", "step_end"),
+        *("occurrences_spread", "bags_send", "addresses_set", "segments_update", "long_segments_update", "step_end"),
         *("values_add", "sums_round", "spoilt_refuse"),  # norms of gradients
     ),
 }

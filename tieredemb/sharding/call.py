@@ -51,7 +51,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.step.program import NUMBERS, Call
 
 if TYPE_CHECKING:
-    from tieredemb.sharding.gpu_bags import GpuBags, GpuTableWiseBags
+    from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.peer_exchange import PeerExchange
     from tieredemb.sharding.recorded_requests import RecordedRequest
     from tieredemb.sharding.symmetric import PartBuffers, SymmetricMemory
@@ -239,7 +239,7 @@ class ShardedCall:
         self._note_announced(header.flags)
         self.exchange_number, self._bounds, self._samples = context.number, bounds, header.samples
         with LeavingOnError(context.exchange):
-            return self._exchange_ids(header.samples)
+            return self._exchange_ids(self._samples)
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Announces how much it requests, as far as that is known; returns the header of all ranks."""
@@ -303,6 +303,11 @@ class ShardedCall:
         for shard in self.context.shards:
             yield of_parts[begin : begin + len(shard.parts)]
             begin += len(shard.parts)
+
+    @property
+    def _gpu_bags(self) -> Sequence[GpuBags]:
+        """The bags of each part: of those that have buffers they lie on a GPU."""
+        return cast("Sequence[GpuBags]", self._bags)
 
     @property
     def _parts(self) -> list[RequestPart]:
@@ -388,12 +393,12 @@ class ShardedCall:
             rows_of_parts += found[0]
             rows_of_all_ids += found[1]
         sending = list[Sending | SymmetricRows]()
-        for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._bags, self._buffers, strict=True):
+        for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._gpu_bags, self._buffers, strict=True):
             if buffer is None or buffer.rows is None:
                 sending.append(context.exchange.sending(answer, part.answer, bags.back))
                 continue
             if part.is_table_wise:
-                cast("GpuTableWiseBags", bags).spread(answer, buffer.rows.to)
+                bags.spread(answer, buffer.rows.to)
             sending.append(buffer.rows)
         return sending, self._rows_for_weights(rows_of_all_ids)
 
@@ -541,18 +546,18 @@ class ShardedCall:
         # other ranks write to eager buffers again in their next forward
         is_kept = self._memory is context.eager_buffers and context.updater.keeps_gradients
 
-        def make_ready(bags: Bags, part: RequestPart, buffer: PartBuffers | None) -> None:
+        def make_ready(bags: GpuBags, part: RequestPart, buffer: PartBuffers | None) -> None:
             rows: torch.Tensor | None = None
             if buffer is None:
                 rows, scale = bags.gradient(grad, context.divisor)
             else:
-                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, buffer.grads.to, exchange.rank)
+                scale = bags.send_gradient(grad, context.divisor, buffer.grads.to, exchange.rank)
             given = [values for values in (rows, scale) if values is not None]
             of_part = [exchange.sending(values, bags.grads, part.grads) for values in given]
             sending.append([*of_part] if buffer is None else [buffer.grads, *of_part])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
 
-        each = zip(self._bags, self._parts, self._buffers_of_gradients(), strict=True)
+        each = zip(self._gpu_bags, self._parts, self._buffers_of_gradients(), strict=True)
         side_by_side(context.device, [functools.partial(make_ready, *its) for its in each], "gradients")
         for call in self._calls:
             check_update(call)

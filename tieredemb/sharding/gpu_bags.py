@@ -342,6 +342,11 @@ class GpuBags:
             self._part.send_gradient(none, self._order, zero, argmax, divisor, to)
             return self.gradient(grad, divisor)[1]
 
+    def spread(self, bags: torch.Tensor, to: RowSpread) -> None:
+        """Writes `bags` that this rank has pooled to the memory of the ranks that have requested them."""
+        with on_device(bags.device):
+            self._part.spread(bags, to)
+
     def _scale(self) -> torch.Tensor | None:
         """The factors of the gradients, one for each that is sent; None where they are ones."""
         scale, lookup = self._weights, self._part.lookup
@@ -408,11 +413,6 @@ class GpuTableWiseBags(GpuBags):
         with on_device(grad.device):
             self._part.send_bag_gradients(self._bag_order, grad, self._bags.batch, divisor, to, rank)
         return None
-
-    def spread(self, bags: torch.Tensor, to: RowSpread) -> None:
-        """Writes `bags` that this rank has pooled to the memory of the ranks that have requested them."""
-        with on_device(bags.device):
-            self._part.spread(bags, to)
 
 
 class GpuFinder:

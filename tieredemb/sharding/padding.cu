@@ -230,10 +230,10 @@ extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Po
 }
 
 // Sorts the ids by piece. Writes, for each position, the entry among those of all parts to `joined`, which is their
-// number behind the last id; the id; and its row of the output: bags of each part, sample by sample, and below them a row
-// for each entry of part `a`, if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position of the id of each row that goes
-// back: one for each entry, or, where `rows` is positive, one for each first id, `rows` for each rank. `begins`: of bags
-// (`bags_begin`). Moves 28 bytes an entry, and 8 or 12 more at random.
+// number behind the last id; the id; and its row of the output: bags of each part, sample by sample, and below them a
+// row for each entry of part `a`, if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position
+// of the id of each row that goes back: one for each entry, or, where `rows` is positive, one for each first id, `rows`
+// for each rank. `begins`: of bags (`bags_begin`). Moves 28 bytes an entry, and 8 or 12 more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(
     Messages a, Messages b, Messages c, Samples samples, Pooled pooled, const i64 *ends, const i64 *shift,
     const int *sums, const i64 *begins, i64 rows, i64 *joined, i64 *ids, int *row, i64 *picked) {

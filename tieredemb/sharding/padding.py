@@ -100,7 +100,8 @@ def message(
         of_ranks = lengths.new_zeros((ranks, max(held), lengths.shape[1]))
         for its, of_rank in zip(of_ranks, lengths.split(list(held)), strict=True):
             its[: len(of_rank)] = of_rank
-        blocks = copied(torch.cat([blocks, of_ranks.flatten(1)], 1), copies)
+        blocks = torch.cat([blocks, of_ranks.flatten(1)], 1)
+        blocks = blocks if copies == 1 else copied(blocks, copies)
     return Message(blocks.reshape(-1), [blocks.shape[1]] * len(blocks))
 
 

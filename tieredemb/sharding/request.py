@@ -77,13 +77,17 @@ class RequestLayout:
 
 
 class Request:
-    """The request of one batch. `parts`: what is requested of each part · `batch`: what this rank looks up, once the
-    messages were received (`take`)."""
+    """The request of one batch. `parts`: what is requested of each part · `row_wise`: the number of the one whose rows
+    go back, if there is one · `batch`: what this rank looks up, once the messages were received (`take`)."""
 
     batch: Batch
 
     def __init__(self, layout: RequestLayout, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
-        self._layout, self._samples, self._bounds = layout, list(samples), bounds
+        self._layout, self._samples, self._bounds, self.row_wise = layout, list(samples), bounds, layout.row_wise
+        count = sum(samples)
+        # of each part, the first row of its bags in the output, and the end; how many bags there are
+        self._spans = [(count * before, count * end) for before, end in itertools.pairwise(layout.bags_before)]
+        self._bags = count * layout.bags_before[-1]
         self._entries = [layout.ranks * bound.ids for bound in bounds]
         self.parts = []
         for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
@@ -97,33 +101,27 @@ class Request:
 
     def take(self, messages: Sequence[torch.Tensor]) -> None:
         """Takes the received `messages`, one for each part. Does not synchronise."""
-        joiner = self._layout.joiner
-        if joiner is not None:
-            joined = joiner.join(messages, self._samples, self._bounds)
-            ids, self._ends, self._joined = joined.ids, joined.edges, joined.joined
-            stack = self._stack_of(joined.begins, joined.row, joined.picked)
-        else:
-            ids, stack = self._take_known(messages)
+        layout = self._layout
+        if layout.joiner is not None:
+            joined = layout.joiner.join(messages, self._samples, self._bounds)
+            self._ends, self._joined = joined.edges, joined.joined
+            ids, stack = joined.ids, self._stack_of(joined.begins, joined.row, joined.picked)
+        else:  # on a CPU, where the host knows how many ids it has received
+            received = [
+                read(values, len(part.space.features), bound.ids, held, self._samples, part.most_held)
+                for values, part, held, bound in zip(messages, layout.parts, layout.held, self._bounds, strict=True)
+            ]
+            self._ends = self._place(received)
+            ids, destination = torch.cat([message.ids for message in received]), None
+            if layout.row_wise is not None:
+                row_wise, rows = received[layout.row_wise], self._bounds[layout.row_wise].rows
+                if rows is not None:
+                    ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
+            lengths = [message.lengths for message in received if message.lengths is not None]
+            stack = self._stack(self._ends, lengths, destination)
+            ids = ids.index_select(0, self._joined)
         edges = self._ends
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
-
-    def _take_known(self, messages: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Stack]:
-        """The same on a CPU, where the host knows how many ids it has received: the ids, and the layout of the
-        output."""
-        received = [
-            read(values, len(part.space.features), bound.ids, held, self._samples, part.most_held)
-            for values, part, held, bound in zip(
-                messages, self._layout.parts, self._layout.held, self._bounds, strict=True
-            )
-        ]
-        self._ends = edges = self._place(received)
-        ids, destination = torch.cat([message.ids for message in received]), None
-        if self._layout.row_wise is not None:
-            row_wise, rows = received[self._layout.row_wise], self._bounds[self._layout.row_wise].rows
-            if rows is not None:
-                ids, destination = plain_ids(ids), firsts_of(row_wise.ids, row_wise.counts.sum(1), rows)
-        lengths = [message.lengths for message in received if message.lengths is not None]
-        return ids.index_select(0, self._joined), self._stack(edges, lengths, destination)
 
     def _place(self, messages: Sequence[ReceivedMessages]) -> torch.Tensor:
         """Finds the entry of each id; returns where features begin and end, int64 (F + 1,)."""
@@ -151,38 +149,20 @@ class Request:
         return torch.where(is_here, self._joined - start, entries)
 
     @property
-    def row_wise(self) -> int | None:
-        """The number of the part whose rows go back, if there is one."""
-        return self._layout.row_wise
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether the gradient of its output is what its one part receives, unchanged."""
         return len(self.parts) == 1 and not self.parts[0].is_table_wise
-
-    @property
-    def _bags(self) -> int:
-        """How many rows of the output are bags."""
-        return sum(part.held for part in self.parts) * sum(self._samples)
 
     def _stack_of(self, begins: torch.Tensor, row: torch.Tensor, picked: torch.Tensor) -> Stack:
         """The layout of the output: the bags of each part, sample by sample, and behind them the rows of ids, one for
         each entry, whether or not it is requested. Rows lie in the order in which their gradients are received, so
         these need not be sorted. `begins`: see `Joined`."""
-        layout, bags, each = self._layout, self._bags, sum(self._samples) + 1
+        layout, bags, samples = self._layout, self._bags, sum(self._samples)
         rows = 1 if layout.row_wise is None else self._entries[layout.row_wise]  # ids of other parts get the last
-        edges = begins.split([each * count for count in layout.held]) if bags else ()
-        pooled = [
-            PooledBags(self._rows_of_bags(p), modes, its)
-            for p, (modes, its) in enumerate(zip(layout.modes, edges, strict=False))
-            if modes
-        ]
+        edges = begins.split([(samples + 1) * count for count in layout.held]) if bags else ()
+        each = zip(self._spans, layout.modes, edges, strict=False)
+        pooled = [PooledBags(span, samples, modes, its) for span, modes, its in each if modes]
         return Stack(pooled, row, bags, bags + rows, picked)
-
-    def _rows_of_bags(self, number: int) -> tuple[int, int]:
-        """Where the bags of a part begin and end in the output."""
-        before, samples = self._layout.bags_before, sum(self._samples)
-        return before[number] * samples, before[number + 1] * samples
 
     def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
         """The same on a CPU. `lengths`: of the bags that are pooled here, int64 (F′, ΣB), of each part with such
@@ -190,8 +170,11 @@ class Request:
         bags, layout = self._bags, self._layout
         row_wise, begins = layout.row_wise, edges[:0]
         number = edges.new_full((len(self._joined),), bags)
+        picked = edges[:0]
         if row_wise is not None:
-            number += self._entry(row_wise).clamp(max=self._entries[row_wise] - 1)
+            entry = self._entry(row_wise)
+            number += entry.clamp(max=self._entries[row_wise] - 1)
+            picked = self._picked(entry, sum(self.parts[row_wise].answer), destination)
         if bags:
             each, features = torch.cat([*lengths]), list(itertools.chain(*layout.pooled))
             ends = torch.cat([edges.new_zeros((len(each), 1)), each.cumsum(1)], 1) + edges[features][:, None]
@@ -201,16 +184,14 @@ class Request:
                 for k, f in enumerate(its):
                     ids = torch.arange(starts[f], starts[f + 1], device=layout.device)
                     sample = torch.searchsorted(next(own)[:-1], ids, right=True) - 1
-                    number[starts[f] : starts[f + 1]] = self._rows_of_bags(p)[0] + sample * layout.held[p] + k
+                    number[starts[f] : starts[f + 1]] = self._spans[p][0] + sample * layout.held[p] + k
             begins = begins.view(-1)
-        picked = edges[:0] if row_wise is None else self._picked(row_wise, destination)
         return self._stack_of(begins, number.to(torch.int32), picked)
 
-    def _picked(self, row_wise: int, destination: torch.Tensor | None) -> torch.Tensor:
-        """Which id each row of a part that goes back is of, int64 (K,); any id for entries that are padding; empty
-        where there are no ids. `destination`: of each entry, where its row lies among those, if not at the entry
-        (`firsts_of`)."""
-        entry, back = self._entry(row_wise), sum(self.parts[row_wise].answer)
+    def _picked(self, entry: torch.Tensor, back: int, destination: torch.Tensor | None) -> torch.Tensor:
+        """Which id each of the rows that go `back` is of, int64 (K,); any id for entries that are padding; empty where
+        there are no ids. `entry`: of each id · `destination`: of each entry, where its row lies among those, if not at
+        the entry (`firsts_of`)."""
         if destination is not None:  # ids of other parts go behind all rows
             entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
@@ -263,7 +244,7 @@ class Request:
 
     def _answered(self, bags: torch.Tensor, number: int) -> torch.Tensor:
         """The bags of a part, rank by rank, of all `bags`, (K, D); only those of this rank where they stay here."""
-        first, end = self._rows_of_bags(number)
+        first, end = self._spans[number]
         if not self.parts[number].answer:
             held, rank = self.parts[number].held, self._layout.rank
             first += held * sum(self._samples[:rank])

@@ -4,7 +4,6 @@ and send the bags pooled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,12 +89,12 @@ class HostTableWiseBags:
                 first = int(self.space.column[f])
                 out[:, first : first + self.space.width] = its[:, k]
 
-    def _blocks(self, rows: torch.Tensor) -> Iterator[tuple[Array, torch.Tensor]]:
+    def _blocks(self, rows: torch.Tensor) -> list[tuple[Array, torch.Tensor]]:
         """Of each rank the features that it holds, and its bags among `rows` of all, (F · B, D): (B, F′, D)."""
-        held = self.part.held
+        held, width = self.part.held, self.space.width
         pieces = torch.split(rows, [self.batch * count for count in held])
-        for features, its in zip(np.split(self.part.by_rank, np.cumsum(held)[:-1]), pieces, strict=True):
-            yield features, its.view(self.batch, len(features), self.space.width)
+        features = np.split(self.part.by_rank, np.cumsum(held)[:-1])
+        return [(of, its.view(self.batch, len(of), width)) for of, its in zip(features, pieces, strict=True)]
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         homes = np.full(len(self._bags.keys), DROPPED, np.int32)
@@ -113,7 +112,7 @@ class HostTableWiseBags:
                 its[:, k] = grad[:, first : first + width]
         if divisor != 1.0:
             rows.numpy()[...] /= np.float32(divisor)
-        return copied(rows, self.part.copies), None
+        return rows if self.part.copies == 1 else copied(rows, self.part.copies), None
 
     def tensors(self) -> list[torch.Tensor]:
         return []

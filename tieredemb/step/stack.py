@@ -17,18 +17,13 @@ from tieredemb.config import Mode
 
 class PooledBags(NamedTuple):
     """Bags of several features. `rows`: their first row in the output, and the end; they lie there sample by sample ·
-    `modes`: of each feature, how it is pooled · `edges`: int64 (F · (B + 1),), feature by feature, where bags begin
-    among all ids, and the last one ends."""
+    `samples`: how many bags each feature has · `modes`: of each feature, how it is pooled · `edges`: int64 (F · (B +
+    1),), feature by feature, where bags begin among all ids, and the last one ends."""
 
     rows: tuple[int, int]
+    samples: int
     modes: tuple[Mode, ...]
     edges: torch.Tensor
-
-    @property
-    def samples(self) -> int:
-        """How many bags each feature has."""
-        low, high = self.rows
-        return (high - low) // len(self.modes)
 
 
 @dataclass(frozen=True, eq=False)
