@@ -159,6 +159,17 @@ def test_bags_lie_owner_by_owner_and_their_gradients_rank_by_rank(buffers):
     assert table_wise.of_bags(part, [8, 8, 8], 0) is None
 
 
+def test_more_ids_of_tables_held_whole_get_larger_buffers(buffers):
+    """Also where as many rows come back: the ids have a buffer."""
+    its = bounds(16, 8)
+    prepared(buffers, its)
+    more = its[0], Bound(11, None)
+    assert buffers.of(more, SAMPLES) is None
+    assert buffers.exchange_of_ids(more, SAMPLES) is None
+    assert prepared(buffers, more) is not None
+    assert buffers.exchange_of_ids(more, SAMPLES) is Memory.made[1].exchanges[0]
+
+
 def test_more_samples_than_fit_get_larger_buffers(buffers):
     """And fewer samples fit meanwhile."""
     its = bounds(16, 8)

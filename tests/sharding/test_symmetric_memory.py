@@ -202,7 +202,7 @@ def test_a_share_of_the_free_memory_is_not_exceeded(gpus, monkeypatch, size, fit
     assert memory._allocate([], size, 1) == fits
 
 
-def test_without_row_wise_tables_ranks_announce_nothing(gpus):
+def test_where_no_buffers_are_wanted_ranks_announce_nothing(gpus):
     memory, headers = memory_of(HERE)
     assert memory.make([], OF_IDS) is None
     assert not headers

@@ -22,7 +22,8 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 }
 
 // out (B, total): columns column[f] … of row b are for bag f · B + b; or of row f · below + b, if the features' rows
-// are below each other. `stride`: how far the offsets of a feature lie behind those of the one before: B, or B + 1. Moves D · itemsize bytes an occurrence and a bag.
+// are below each other. `stride`: how far the offsets of a feature lie behind those of the one before: B, or B + 1.
+// Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 stride,
     i64 batch, i64 bags, const int *mode, const i64 *column, i64 below, const float *sample_weights, out_t *out,

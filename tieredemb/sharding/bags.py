@@ -99,7 +99,7 @@ class Bags(Protocol):
 
     `requested`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent · `ids`: how many
     of them are ids · `back`: how many rows come back from each rank, (·, D), or of table-wise tables one for each bag,
-    by feature and sample; empty where they stay here · `grads`: how many gradients each rank is sent: one for each id,
+    by sample and feature; empty where they stay here · `grads`: how many gradients each rank is sent: one for each id,
     or for each bag."""
 
     requested: torch.Tensor

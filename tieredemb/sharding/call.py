@@ -306,7 +306,7 @@ class ShardedCall:
 
     @property
     def _gpu_bags(self) -> Sequence[GpuBags]:
-        """The bags of each part: of those that have buffers they lie on a GPU."""
+        """The bags of each part; those of parts with buffers are on a GPU."""
         return cast("Sequence[GpuBags]", self._bags)
 
     @property
@@ -418,8 +418,8 @@ class ShardedCall:
                 for (part, _), its in zip(self.context.parts, whole, strict=True)
             ]
             if all(
-                part.is_table_wise or buffer is None or buffer.is_for(part.answer[0], part.grads[0])
-                for part, buffer in zip(self._parts, buffers, strict=True)
+                part.is_table_wise or its.is_for(part.answer[0], part.grads[0])
+                for part, its in zip(self._parts, whole, strict=True)
             ):
                 return buffers
         self._memory = None  # also where a captured forward was not planned ahead, as others of its step were

@@ -28,14 +28,17 @@ def prepare(device: torch.device) -> None:
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers as a tensor, int64. In a capture they are copied at each replay, from memory that stays."""
-    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-    _UPLOADED.append(torch.tensor(numbers, dtype=torch.int64, device="cpu").pin_memory())
-    return _UPLOADED[-1].to(device, non_blocking=True)
+    """The numbers as a tensor, int64. Does not synchronise. A graph copies them at each replay."""
+    given = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if device.type == "cpu":
+        return given
+    given = given.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _KEPT.append(given)
+    return given.to(device, non_blocking=True)
 
 
-_UPLOADED: list[torch.Tensor] = []  # by graphs, which may be replayed for as long as the process lives
+_KEPT: list[torch.Tensor] = []  # what graphs copy, for as long as the process may replay them
 
 
 class Sender:
@@ -64,8 +67,9 @@ class Sender:
 
 
 class PaddedBags(NamedTuple):
-    """Requests in blocks of one size. `order`: int64 (W · bound,), the occurrences · `values`: int64 (M,), as in a
-    `padding.Message` · `bags`: int64 (F · B,), which bag each one is that an owner sends back, or none."""
+    """Requests in blocks of one size. `order`: int64, the occurrences, `bound` for each different message · `values`:
+    int64 (M,), as in a `padding.Message` · `bags`: int64 (F · B,), which bag each one is that comes back; empty for
+    row-wise tables."""
 
     order: torch.Tensor
     values: torch.Tensor
@@ -156,7 +160,7 @@ class Joiner:
         ranks, device, features, empty = self._ranks, self._device, sum(self._features), messages[0].new_empty
         a, b, c = self._messages(messages, bounds)
         starts: torch.Tensor | int = 0
-        if any(each != samples[0] for each in samples):
+        if any(self._most) and any(each != samples[0] for each in samples):
             starts = upload([*itertools.accumulate(samples, initial=0)], device)
         of = struct_type(PADDING, "Samples")(starts=starts, each=samples[0], ranks=ranks)
         entries, bags = ranks * sum(bound.ids for bound in bounds), self._bags * sum(samples)

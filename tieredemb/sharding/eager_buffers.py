@@ -79,9 +79,8 @@ class EagerBuffers:
     def _fits(self, bounds: Bounds, samples: int) -> bool:
         each = zip(bounds, self._capacity, self._context.parts, strict=False)
         return bool(self._capacity) and all(
-            samples <= self._samples
-            if part.is_table_wise
-            else bound.ids <= capacity.ids and bound.row_count <= capacity.row_count
+            bound.ids <= capacity.ids
+            and (samples <= self._samples if part.is_table_wise else bound.row_count <= capacity.row_count)
             for bound, capacity, (part, _) in each
         )
 

@@ -64,7 +64,7 @@ def chunks_of(n: int) -> int:
 
 class GpuPart:
     """What the bags of one `part` have in common on a GPU: the key `space` of its rows, as batches name them, and the
-    kernels that pool received rows. `sender`: see there."""
+    kernels that pool received rows. `sender`: pads its messages."""
 
     def __init__(self, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -95,6 +95,8 @@ class GpuPart:
         kernel(OWNERS, "owners_find").prepare(device.index)
         device_padding.prepare(device)
         self.sender = device_padding.Sender(part, device)
+        if self.is_table_wise:  # a capture may launch it first
+            kernel(OCCURRENCES, "bags_spread", *self._output).load(device.index)
 
     def find(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
         """Finds what `bags` request; adds to their `counts`, int64 (W, 2 F) (`largest_requests`). `finds_firsts`:

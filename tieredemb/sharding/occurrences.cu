@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i6
     publish_rows();
 }
 
-// Rows that lie rank by rank, to the memory of these ranks. Moves 2 D bytes a row for each byte of a number.
+// Rows that lie rank by rank, to the memory of these ranks. Moves 2 D · itemsize bytes a row.
 extern "C" __global__ void __launch_bounds__(256) bags_spread(const row_t *rows, i64 n, Spread to) {
     wait_for_prior_kernel();
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_spread(const row_t *rows,
 }
 
 // Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total). Moves
-// 2 D bytes a bag for each byte of a number.
+// 2 D · itemsize bytes a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_unpack(const i64 *order, i64 n, int batch, const i64 *column,
                                                               const row_t *rows, row_t *out, i64 total) {
     wait_for_prior_kernel();

@@ -69,7 +69,7 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
 // What is sent of bags that others pool. `held` (receivers + 1,): how many features come before those that each receiver
 // pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `order`: receives which bag
 // each one is that comes back, rank by rank, sample by sample · `most`: features that any receiver pools · `copies`: how
-// many ranks get each message. Null where bags are pooled here.
+// many ranks get each message. All pointers are null where bags are pooled here.
 struct SentBags {
     const i64 *held, *by_rank, *offsets;
     i64 *order;
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Po
     for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
         const i64 h = bag / all, of_feature = n_firsts + h * all, of_bag = n_firsts + bag, end = edges[feature[h] + 1];
         const i64 before = (of_bag ? sums[of_bag - 1] : 0) - (of_feature ? sums[of_feature - 1] : 0);
-        const i64 begin = edges[feature[h]] + before;
+        const i64 begin = edges[feature[h]] + (before > 0 ? before : 0);  // a sum may overflow where offsets are wrong
         begins[bag + h] = begin < end ? begin : end;
         if (bag == (h + 1) * all - 1) begins[bag + h + 1] = end;
     }

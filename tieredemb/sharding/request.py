@@ -55,8 +55,7 @@ class RequestLayout:
         self.parts, self.rank, self.ranks, self.device = list(parts), rank, ranks, device
         held = [part.held_by(rank) for part in parts]
         self.held = [int(its.sum()) for its in held]
-        # the parts whose owners pool the bags, and the one whose rows go back, if there are any
-        self.table_wise = [number for number, part in enumerate(parts) if part.is_table_wise]
+        # the part whose rows go back, if there is one
         self.row_wise = next((number for number, part in enumerate(parts) if not part.is_table_wise), None)
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
@@ -304,6 +303,7 @@ class Request:
 
 def _as_one(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Several `values` (·, D), one behind another: (·, D). A view, if they lie so in one memory."""
+    values = [each for each in values if len(each)] or values[:1]
     first = values[0]
     if len(values) == 1:
         return first

@@ -42,8 +42,7 @@ UNAVAILABLE = (RuntimeError, ImportError, AttributeError, TypeError)
 
 class BufferSpec(NamedTuple):
     """Names a buffer: of the `call`-th forward of a step and a `part`, for its rows or for their gradients, by `kind`;
-    or for the ids of all parts of any forward. It has space for `each` rows from each rank, of `width` numbers of a
-    `dtype`."""
+    or for the ids of all parts of any forward. It has space for W · `each` rows of `width` numbers of a `dtype`."""
 
     call: int
     part: int
@@ -83,8 +82,8 @@ class BufferSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricRows:
-    """A buffer on this rank, `received` (W · each, D), to which all ranks write their rows, rank by rank; and `to`:
-    where this rank writes its rows on each of them. Of the gradients of bags `to` says where memory begins
+    """A buffer on this rank, `received` (·, D), to which all ranks write their rows, rank by rank; and `to`: where this
+    rank writes its rows on each of them. Of the gradients of bags `to` says where memory begins
     (`GpuBags.send_gradient`). `sent`: how many rows go to other ranks."""
 
     received: torch.Tensor
