@@ -59,8 +59,7 @@ def firsts_of(ids: torch.Tensor, counts: torch.Tensor, bound: int) -> torch.Tens
     blocks = ids.view(len(counts), -1)
     number = torch.arange(blocks.shape[1], device=ids.device)
     is_first = (blocks >= 0) & (number < counts[:, None])
-    before = torch.cumsum(is_first.view(-1), 0).view_as(blocks) - 1  # as one row: a GPU scans each row by one block
-    at = before - (before[:, :1] + 1 - is_first[:, :1].long())
+    at = torch.cumsum(is_first, 1) - 1
     is_returned = is_first & (at < bound)
     at += torch.arange(len(counts), device=ids.device)[:, None] * bound
     return torch.where(is_returned, at, len(counts) * bound).view(-1)

@@ -24,7 +24,7 @@ import torch
 from tieredemb.config import MODES
 from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
-from tieredemb.sharding.device_padding import Joiner, PooledFeature, upload
+from tieredemb.sharding.device_padding import Joiner, PooledFeature
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
 from tieredemb.step.batch import Batch, Given
@@ -60,7 +60,7 @@ class RequestLayout:
         firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
         found = sorted((f, p, k) for p, part in enumerate(parts) for k, f in enumerate(part.space.features.tolist()))
         order = [int(firsts[p]) + k for _, p, k in found]  # of each feature, its position among those of all parts
-        self.order = upload(order, device)
+        self.order = torch.tensor(order, dtype=torch.int64, device="cpu")  # a GPU's is in its joiner
         # the features whose bags are pooled here: of each part their positions among all features, and how
         self.pooled = [[f for f, (_, q, k) in enumerate(found) if p == q and held[p][k]] for p in range(len(parts))]
         self.modes = [tuple(MODES[parts[p].space.mode[found[f][2]]] for f in its) for p, its in enumerate(self.pooled)]
