@@ -126,13 +126,6 @@ REASONS = (
         "The parts are measured one after the other, each alone. In the step each exchange waits for the rank that "
         "comes later, and several short kernels pack what is sent and unpack it.",
     ),
-    Reason(
-        "a DLRM on two GPUs, launched kernel by kernel",
-        "cuda-sharding",
-        r"^step, DLRM, sharded$",
-        "Such a step takes as long as Python needs for it, on cores of a rented host whose speed changes: in two "
-        "other runs 100 such steps took 4.9 to 7.8 ms each, and in the second a loop of Python alone 14 to 29 ms.",
-    ),
 )
 
 
