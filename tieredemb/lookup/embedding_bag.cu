@@ -1,7 +1,8 @@
 // Pooled lookup of all bags of all features in one launch: sum, mean, max, weighted.
 //
-// A group of lanes takes BAGS consecutive bags of one feature, so that as many rows are in flight before the first is
-// used; a lane holds 16 bytes of the row. Sums run in float in the order of the ids and are rounded once.
+// A group of lanes takes BAGS consecutive bags of one feature, and AHEAD ids of each at a time, so that several rows are
+// in flight before the first is used; a lane holds 16 bytes of the row. Sums run in float in the order of the ids and
+// are rounded once.
 #include "common.cuh"
 #include "spread.cuh"
 
@@ -10,6 +11,7 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef BAGS
 #define BAGS 4
 #endif
+constexpr int AHEAD = BAGS == 1 ? 4 : 1;  // several bags are short ones
 #ifdef HAS_MAX  // without it no table takes maxima: fewer registers, so more rows in flight
 constexpr bool MAXIMA = true;
 #else
@@ -19,6 +21,20 @@ constexpr bool MAXIMA = false;
 __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight) {
 #pragma unroll
     for (int k = 0; k < VECTOR; k++) acc[k] = __fmaf_rn(weight, to_float(row.v[k]), acc[k]);
+}
+
+// The homes of the AHEAD ids of a bag from `i` on.
+__device__ __forceinline__ void read_homes(const int *homes, i64 i, i64 end, int (&found)[AHEAD]) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++) found[a] = i + a < end ? homes[i + a] : DROPPED;
+}
+
+// A unit of each of their rows.
+__device__ __forceinline__ void read_rows(const row_t *weight, const row_t *away, const Record *records,
+                                          const int (&homes)[AHEAD], int unit, row_vector (&rows)[AHEAD]) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+        if (homes[a] != DROPPED) rows[a] = load_home(weight, away, records, homes[a], unit);
 }
 
 // out (B, total): columns column[f] … of row b are for bag f · B + b; or of row f · below + b, if the features' rows
@@ -36,24 +52,20 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const i64 first = (group - feature * groups_a_feature) * BAGS;  // sample of the first bag
     if (feature * batch >= bags) return;
     const int kind = mode[feature];
-    i64 begin[BAGS], end[BAGS];
+    i64 begin[BAGS + 1];  // of each bag among the ids, and of the next
 #pragma unroll
-    for (int b = 0; b < BAGS; b++) {
-        bool have = first + b < batch;
-        begin[b] = have ? offsets[feature * stride + first + b] : 0;
-        end[b] = have ? offsets[feature * stride + first + b + 1] : 0;
-    }
-    int home[BAGS];
+    for (int b = 0; b <= BAGS; b++)
+        begin[b] = offsets[feature * stride + (first + b < batch ? first + b : batch)];
+    int first_homes[BAGS][AHEAD];
 #pragma unroll
-    for (int b = 0; b < BAGS; b++) home[b] = begin[b] < end[b] ? homes[begin[b]] : DROPPED;
+    for (int b = 0; b < BAGS; b++) read_homes(homes, begin[b], begin[b + 1], first_homes[b]);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
         if (unit >= UNITS) break;
-        row_vector head[BAGS];
+        row_vector first_rows[BAGS][AHEAD];
 #pragma unroll
-        for (int b = 0; b < BAGS; b++)
-            if (home[b] != DROPPED) head[b] = load_home(weight, away, records, home[b], unit);
+        for (int b = 0; b < BAGS; b++) read_rows(weight, away, records, first_homes[b], unit, first_rows[b]);
 #pragma unroll
         for (int b = 0; b < BAGS; b++) {
             if (first + b >= batch) break;
@@ -61,10 +73,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
             int winner[VECTOR], count = 0;
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[k] = 0.0f, winner[k] = -1;
-            for (i64 i = begin[b]; i < end[b]; i++) {
-                int at = i == begin[b] ? home[b] : homes[i];
-                if (at == DROPPED) continue;
-                row_vector row = i == begin[b] ? head[b] : load_home(weight, away, records, at, unit);
+            const auto take = [&](i64 i, row_vector row) {
                 if (MAXIMA && kind == MAX) {
 #pragma unroll
                     for (int k = 0; k < VECTOR; k++) {
@@ -78,6 +87,18 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
                     add_row(acc, row, sample_weights ? sample_weights[i] : 1.0f);
                 }
                 count++;
+            };
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (first_homes[b][a] != DROPPED) take(begin[b] + a, first_rows[b][a]);
+            for (i64 i = begin[b] + AHEAD; i < begin[b + 1]; i += AHEAD) {
+                int later_homes[AHEAD];
+                row_vector rows[AHEAD];
+                read_homes(homes, i, begin[b + 1], later_homes);
+                read_rows(weight, away, records, later_homes, unit, rows);
+#pragma unroll
+                for (int a = 0; a < AHEAD; a++)
+                    if (later_homes[a] != DROPPED) take(i + a, rows[a]);
             }
             out_vector result;
 #pragma unroll

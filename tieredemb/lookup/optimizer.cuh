@@ -515,11 +515,18 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
-        int bags = 0;  // of the next LANES occurrences, one a lane: read at once, as gradients wait for them
+        // Bags of LANES occurrences, one a lane: gradients wait for them, so they are read long before.
+        const auto bag_at = [=](int p) {
+            return LANES >= AHEAD && p + lane < item.count ? sorted_bag[item.start + p + lane] : 0;
+        };
+        int bags = 0, later_bags = bag_at(0);
         for (int p = 0; p < item.count; p += AHEAD) {
             float_vector g[AHEAD][STEPS];
             float scale[AHEAD];
-            if (LANES >= AHEAD && p % LANES == 0) bags = p + lane < item.count ? sorted_bag[item.start + p + lane] : 0;
+            if (p % LANES == 0) {
+                bags = later_bags;
+                later_bags = bag_at(p + LANES);
+            }
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 if (p + a >= item.count) break;
@@ -580,6 +587,29 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     }
 }
 
+// Sums of chunks in flight: few rows have a long segment, so a thread may have many registers.
+constexpr int PARTS_AHEAD = STEPS * VECTOR <= 4 ? 32 : STEPS * VECTOR <= 8 ? 16 : AHEAD;
+
+// Adds COUNT sums of chunks in order. All are read before the barrier: the compiler would read them one by one, to save
+// registers.
+template <int COUNT>
+__device__ __forceinline__ void parts_add(const float *parts, int lane, float (&acc)[STEPS][VECTOR]) {
+    float_vector part[COUNT][STEPS];
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+            if (s * LANES + lane < UNITS) part[c][s] = load_floats(parts + c * WIDTH + (s * LANES + lane) * VECTOR);
+    __syncwarp(group_mask(LANES));
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                if (s * LANES + lane < UNITS) acc[s][k] = __fadd_rn(acc[s][k], part[c][s].v[k]);
+}
+
 // Adds the chunks of each long segment in order and updates its row.
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
@@ -599,26 +629,12 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
-        for (int c = 0; c < segment.parts; c += AHEAD) {
-            float part[AHEAD][STEPS][VECTOR];
-#pragma unroll
-            for (int a = 0; a < AHEAD; a++)
-#pragma unroll
-                for (int s = 0; s < STEPS; s++)
-#pragma unroll
-                    for (int k = 0; k < VECTOR; k++)
-                        if (c + a < segment.parts && s * LANES + lane < UNITS)
-                            part[a][s][k] =
-                                parts[(i64)(segment.first + c + a) * WIDTH + (s * LANES + lane) * VECTOR + k];
-#pragma unroll
-            for (int a = 0; a < AHEAD; a++)
-#pragma unroll
-                for (int s = 0; s < STEPS; s++)
-#pragma unroll
-                    for (int k = 0; k < VECTOR; k++)
-                        if (c + a < segment.parts && s * LANES + lane < UNITS)
-                            acc[s][k] = __fadd_rn(acc[s][k], part[a][s][k]);
-        }
+        int c = 0;
+        for (; c + PARTS_AHEAD <= segment.parts; c += PARTS_AHEAD)
+            parts_add<PARTS_AHEAD>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
+        for (; c + AHEAD <= segment.parts; c += AHEAD)
+            parts_add<AHEAD>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
+        for (; c < segment.parts; c++) parts_add<1>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
