@@ -356,7 +356,9 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
 @pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated()])
 @pytest.mark.parametrize("finds_firsts", [True, False])
 @pytest.mark.parametrize("count", [10, 0])
-def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, finds_firsts, sharding):
+@pytest.mark.parametrize("samples", [3, 5])
+def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, samples, count, finds_firsts, sharding):
+    """Of three samples, where another rank has as many, or more."""
     monkeypatch.setattr(gpu_bags, "on_device", lambda device: contextlib.nullcontext())
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(2)]
     config = table_set_config(
@@ -384,30 +386,30 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, c
             part_of_it.zero_()
     bags = width.find(written, counts, finds_firsts=finds_firsts)
     assert marked == [[finds_firsts and not part.is_table_wise] * 3] * (count > 0)
-    bags.pad(Bound(5, None))
+    bags.pad(Bound(5, None), samples)
     bags._order.zero_()
     held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
-    assert bags.sent == [2 + 5 + max(held) * 3] * 3
+    assert bags.sent == [2 + 5 + max(held) * samples] * 3
     assert bags.requested.shape == (sum(bags.sent),)
     assert bags.ids == [5, 5, 5]
-    assert bags.grads == ([its * 3 for its in held] if part.is_table_wise else [5, 5, 5])
+    assert bags.grads == ([its * samples for its in held] if part.is_table_wise else [5, 5, 5])
     assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
     assert rows.shape == (sum(bags.grads), 8)
     assert (scale is None) == part.is_table_wise
     assert scale is None or scale.shape == (15,)
     if part.is_table_wise:
-        bags.pool(torch.zeros(6, 8), None, torch.zeros(3, 16), keep=False, keep_rows=False)
-        to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=3, first=0)
+        bags.pool(torch.zeros(2 * samples, 8), None, torch.zeros(3, 16), keep=False, keep_rows=False)
+        to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=samples, first=0)
         assert bags.send_gradient(torch.zeros(3, 16), 2.0, to, 1) is None
-        bags.spread(torch.zeros(9, 8), to)
+        bags.spread(torch.zeros(3 * samples, 8), to)
         assert {*launched} >= {"bags_send", "bags_spread", "bags_unpack"}
     sent = bags.sent_weights(torch.zeros(count))
     assert sent is None if not part.is_table_wise else sent.shape == (15,)
 
 
 @pytest.mark.parametrize("sharding", [RowWise(), TableWise(), Replicated(), {"t1": TableWise(), "t2": Replicated()}])
-@pytest.mark.parametrize("samples", [(3, 3), (4, 2), (0, 0)])
+@pytest.mark.parametrize("samples", [3, 0])
 @pytest.mark.parametrize("rows", [None, 4])
 def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, samples, rows):
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(3)]
@@ -418,7 +420,7 @@ def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, s
     bounds = [Bound(5, rows)] * len(parts)
     messages = [torch.zeros(sum(part.message), dtype=torch.int64) for part in order.of(samples, bounds).parts]
     joined = joiner.join(messages, samples, bounds)
-    bags = len(pooled) * sum(samples)
+    bags = len(pooled) * 2 * samples
     assert (joined.ids.shape, joined.row.shape) == ((10 * len(parts),), (10 * len(parts),))
     assert joined.begins.shape == ((bags + len(pooled)) * (bags > 0),)
     is_row_wise = not parts[0].is_table_wise

@@ -150,6 +150,10 @@ def seven(rank):
     return 7
 
 
+def unequal(rank):
+    return (4, 7, 2, 9)[rank]
+
+
 def uneven(rank):
     return (5, 0, 9, 2)[rank]
 

@@ -84,7 +84,7 @@ def row_wise(ranks, features):
 def joined(values, ranks, features, bound, rows):
     """What is joined of a single message from each rank."""
     joiner = Joiner([row_wise(ranks, features)], ranks, range(features), [], torch.device("cuda"))
-    return joiner.join([values], [0] * ranks, [Bound(bound, rows)])
+    return joiner.join([values], 0, [Bound(bound, rows)])
 
 
 def drawn(ranks, features, bound):
@@ -113,7 +113,7 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
         if once:
             ids = torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)
         values = torch.cat([counts, ids], 1).view(-1)
-        received = read(values, features, bound, 0, [0] * ranks, 0)
+        received = read(values, features, bound, 0, 0, 0)
         starts = torch.cumsum(received.counts, 1) - received.counts + torch.arange(ranks)[:, None] * bound
         spans = zip(starts.T.reshape(-1).tolist(), received.counts.T.reshape(-1).tolist(), strict=True)
         entries = torch.cat([torch.arange(start, start + count) for start, count in spans])
@@ -156,7 +156,7 @@ def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
         beside[:, 1 : 1 + 2 * features] = counts
     on_gpu, its = beside.cuda()[:, 1 : 1 + 2 * features], its.cuda()
     sender, none = Sender(row_wise(ranks, features), torch.device("cuda")), torch.zeros(1, dtype=torch.int64).cuda()
-    padded = pad_bags(sender, on_gpu, order.cuda(), ids.cuda(), its, none, bound=Bound(bound, rows), samples=0)
+    padded = pad_bags(sender, on_gpu, order.cuda(), ids.cuda(), its, none, bound=Bound(bound, rows), batch=0, samples=0)
     assert equal(padded.order.cpu(), of_ids.pad(order))
     assert equal(padded.values.cpu(), message(counts[:, :features], of_ids.pad(ids)).values)
     assert equal(its.cpu(), expected)

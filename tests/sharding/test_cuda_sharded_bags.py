@@ -106,7 +106,7 @@ def test_gradients_go_to_each_rank(shape, modes):
     (_, find), widths, columns = finders(tables, ranks, RowWise())
     grad = torch.from_numpy(rng.standard_normal((samples, columns))).float().cuda()
     for width, bags in zip(widths, find(batch_on(GPU, ids, offsets, samples))[0], strict=True):
-        bags.pad(Bound(bound, None))
+        bags.pad(Bound(bound, None), samples)
         out = torch.zeros((samples, columns), device=GPU)
         rows = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float().cuda()
         bags.pool(rows, None, out, keep=True, keep_rows=False)
@@ -128,13 +128,13 @@ def test_gradients_go_to_each_rank(shape, modes):
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once, modes, ranks):
-    """`is_known`: whether the host knows how much is requested, as it does outside a capture · `once`: whether a row
-    comes back once, however many ids request it."""
+    """`is_known`: whether the host knows how much is requested, as it does outside a capture; and then another rank has
+    more samples · `once`: whether a row comes back once, however many ids request it."""
     rng = np.random.default_rng(3)
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     kinds = {1: TableWise(), 3: Replicated()}
     sharding = {table.name: kinds.get(t % 8, RowWise()) for t, table in enumerate(tables)}
-    samples = SHAPES[shape][1]
+    samples, most_samples = SHAPES[shape][1], SHAPES[shape][1] + 3 * is_known
     both, widths, columns = finders(tables, ranks, sharding)
     most = [find(batch_on(where, ids, offsets, samples))[1] for find, where in zip(both, (CPU, GPU), strict=True)]
     assert most[0] == most[1]
@@ -151,13 +151,13 @@ def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once
         for number, bags in enumerate((find(given) if is_known else find.find_unchecked(given, finds_firsts=once))[0]):
             rng, width = np.random.default_rng(number), widths[number]
             bound, rows = (each + 5 for each in most[0][number])
-            bags.pad(Bound(bound, rows if once else None))
+            bags.pad(Bound(bound, rows if once else None), most_samples)
             space = bags._part.space.space if device == GPU else bags.space
             features = len(space.features)
-            messages = requested_of(bags, features, bound, samples)
+            messages = requested_of(bags, features, bound, most_samples)
             live = torch.cat([piece[:features].sum()[None] for piece in bags.requested.cpu().split(bags.sent)])
             slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
-            rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * samples, width))).float()
+            rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * most_samples, width))).float()
             every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
@@ -186,7 +186,7 @@ def test_features_may_come_in_another_order():
     for mine, theirs in zip(host, device, strict=True):
         messages = []
         for bags in (mine, theirs):
-            bags.pad(Bound(len(ids), None))
+            bags.pad(Bound(len(ids), None), 500)
             messages.append(requested_of(bags, len(mine.space.features), len(ids), 500))
         assert equal(*messages)
 
@@ -202,7 +202,7 @@ def test_a_row_of_many_occurrences_is_requested_once(rows):
     for find, where in zip(both, (CPU, GPU), strict=True):
         (bags,), (most,) = find(batch_on(where, ids, np.arange(count + 1), count))
         assert most.rows == max(np.bincount(different % 2))
-        bags.pad(Bound.just(most))
+        bags.pad(Bound.just(most), count)
         messages.append(requested_of(bags, 1, most.ids, count))
         received = torch.from_numpy(np.random.default_rng(4).standard_normal((sum(bags.back), 4))).float()
         outs.append(torch.zeros((count, 4), device=where))

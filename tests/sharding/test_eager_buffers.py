@@ -147,7 +147,7 @@ def test_bags_lie_owner_by_owner_and_their_gradients_rank_by_rank(buffers):
     (_, table_wise) = prepared(buffers, bounds(16, 8))
     ((part, _), memory) = buffers._context.parts[1], table_wise.grads.received
     for samples in (7, 4):
-        its = [table_wise.of_bags(part, [samples] * RANKS, rank) for rank in range(RANKS)]
+        its = [table_wise.of_bags(part, samples, rank) for rank in range(RANKS)]
         assert [each.rows.to.first for each in its] == [0, 0, samples]
         assert [each.rows.to.each for each in its] == [0, samples, 2 * samples]
         assert [len(each.rows.received) for each in its] == [3 * samples] * RANKS
@@ -155,8 +155,7 @@ def test_bags_lie_owner_by_owner_and_their_gradients_rank_by_rank(buffers):
         assert [each.rows.sent for each in its] == [0, 2 * samples, 4 * samples]
         assert [each.grads.sent for each in its] == [3 * samples, 2 * samples, samples]
         assert all(each.grads.received.data_ptr() == memory.data_ptr() for each in its[1:])
-    assert table_wise.of_bags(part, [7, 7, 6], 0) is None
-    assert table_wise.of_bags(part, [8, 8, 8], 0) is None
+    assert table_wise.of_bags(part, 8, 0) is None
 
 
 def test_more_ids_of_tables_held_whole_get_larger_buffers(buffers):

@@ -43,7 +43,7 @@ def world_that_sends():
         return World(RANKS, "cuda")
 
 
-def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples=seven):
     """Trains by captured steps on `distinct` batches, which recur; outputs here, the tables on rank 0, and how many
     steps were replays."""
     model = ShardedTieredEmbeddingBagCollection(
@@ -64,7 +64,7 @@ def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, ke
 
     torch.cuda.CUDAGraph.replay = noted
     try:
-        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(distinct)]
+        drawn = [batch_of(tables, number, rank, samples=samples, shape=shape) for number in range(distinct)]
         given = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
         loader = [given[step % distinct] for step in range(steps)]
         outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
@@ -76,12 +76,13 @@ def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, ke
 
 
 def compare(
-    world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, run=captured_run, **keywords
-):
+    world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, run=captured_run, samples=seven,
+    **keywords,
+):  # fmt: skip
     tables, keywords = tables_of(**TABLES), {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
-    found = world.run(run, tables, sharding, steps, distinct or steps, shape, ahead, keywords)
+    found = world.run(run, tables, sharding, steps, distinct or steps, shape, ahead, keywords, samples)
     with torch.device("cuda"):
-        alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape, distinct)
+        alone, weights = one_process(RANKS, tables, steps, samples, False, keywords, shape, distinct)
     for rank, (outputs, *_) in enumerate(found):
         for step, out in enumerate(outputs):
             assert equal(out, alone[rank][step][0]), (rank, step)
@@ -116,10 +117,10 @@ def test_gpus_replay_other_options(world, keywords, ahead):
     compare(world, ahead=ahead, steps=20, **keywords)
 
 
-def captured_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+def captured_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples=seven):
     with tempfile.TemporaryDirectory() as directory:
         keywords = {**keywords, "storage": te.File(f"{directory}/rows")}
-        return captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords)
+        return captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])

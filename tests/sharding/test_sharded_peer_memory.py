@@ -13,7 +13,7 @@ import pytest
 import torch
 from devices import equal
 from sharding import test_sharded_gpus
-from sharding.ranks import batch_of, calls_of, seven, sharding_of, tables_of
+from sharding.ranks import batch_of, calls_of, seven, sharding_of, tables_of, unequal, uneven
 from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, check_counted, compare, world
 from sharding.worlds import need_gpus_for
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +51,10 @@ def captured_run(rank, size, tables, sharding, *given):
         return test_sharded_gpus.captured_run(rank, size, tables, sharding, *given)
 
 
+DIFFERENT_SAMPLES = [
+    pytest.param({"samples": unequal, "sharding": sharding}, id=f"different samples, {sharding}")
+    for sharding in ("tables", "copies", "every other")
+]
 AT_ONCE_OR_AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 
 
@@ -65,6 +69,7 @@ AT_ONCE_OR_AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["at once
         {"optimizer": te.RowWiseAdagrad(lr=0.1), "sharding": "rows"},
         {"max_norm": 0.5},
         {"dtype": torch.bfloat16, "rounding": "stochastic"},
+        *DIFFERENT_SAMPLES,
     ],
     ids=str,
 )
@@ -77,7 +82,7 @@ def test_many_steps(world, ahead):
     compare(world, sharding="rows", steps=10_000, distinct=500, capacity=0.3, ahead=ahead, run=captured_run)
 
 
-def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples=seven):
     """As `captured_run`, by eager steps, most of which write."""
     with (
         writing(),
@@ -88,7 +93,7 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
         model = ShardedTieredEmbeddingBagCollection(
             tables, sharding=sharding_of(sharding, tables), average=False, **keywords
         )
-        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(distinct)]
+        drawn = [batch_of(tables, number, rank, samples=samples, shape=shape) for number in range(distinct)]
         loader = [(its[0], its[1], its[3]) for its in (drawn[step % distinct] for step in range(steps))]
         outputs = []
         for ids, offsets, upstream in te.prefetch(loader, model, ids_of=lambda its: its[:2]) if ahead else loader:
@@ -102,10 +107,10 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
     return torch.stack(outputs), weights, steps
 
 
-def eager_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+def eager_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples=seven):
     with tempfile.TemporaryDirectory() as directory:
         keywords = {**keywords, "storage": te.File(f"{directory}/rows")}
-        return eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords)
+        return eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords, samples)
 
 
 @AT_ONCE_OR_AHEAD
@@ -118,6 +123,7 @@ def test_eager_steps_over_files_write_to_the_bits_of_one_process(world, ahead):
     *({"sharding": sharding} for sharding in ("rows", "tables", "copies", "every other")),
     {"capacity": 2}, {"shape": "ones"}, {"shape": "mostly empty"}, {"optimizer": te.Adam(lr=0.05)}, {"max_norm": 0.5},
     {"max_ids": LONGEST}, {"dtype": torch.bfloat16, "rounding": "stochastic"},
+    *DIFFERENT_SAMPLES, pytest.param({"samples": uneven}, id="no samples"),
 ], ids=str)  # fmt: skip
 def test_eager_steps_write_to_the_bits_of_one_process(world, keywords, ahead):
     compare(world, ahead=ahead, steps=40, run=eager_run, **keywords)

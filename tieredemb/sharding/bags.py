@@ -108,10 +108,11 @@ class Bags(Protocol):
     back: list[int]
     grads: list[int]
 
-    def pad(self, bound: Bound) -> None:
+    def pad(self, bound: Bound, samples: int) -> None:
         """Makes a `Message` of one size of what is requested, which the `bound` takes: each rank is sent as many ids,
         and as many weights, and gradients of row-wise tables. As many rows come back, and no id is inverted; or
-        `bound.rows` come back. Does not synchronise."""
+        `bound.rows` come back. Owners that pool bags do so for as many `samples` as any rank has: where there are fewer
+        here, the others are without ids. Does not synchronise."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The weights of the requested ids, float32 (K,), where their owner pools them; of `weights`, floats (N,), of

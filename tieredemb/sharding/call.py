@@ -100,7 +100,7 @@ class ShardedCall:
     _most_requested: Sequence[LargestRequest]
     _is_check_deferred = False
     _bounds: Bounds  # of the exchange
-    _samples: Sequence[int]  # of each rank
+    _samples: int  # of the rank that has most
     _recorded: RecordedRequest | None = None  # the graphs that find and send its ids, if there are any
     # of each part, the buffers where ranks write into each other's memory and send nothing; and whose barrier they use
     _buffers: Sequence[PartBuffers | None] = ()
@@ -208,7 +208,7 @@ class ShardedCall:
 
     @property
     def _learns_bounds(self) -> bool:
-        """Whether the size of its exchange is learned from earlier batches with as many samples on each rank."""
+        """Whether the size of its exchange is learned from earlier batches of as many samples."""
         return self.context.recorded is not None and not self._is_captured
 
     def _request_rows(self, *, ahead: bool, flag: int) -> list[Request]:
@@ -235,11 +235,11 @@ class ShardedCall:
         context.check_capacity(bounds)
         if self._eager_buffers is not None:
             with LeavingOnError(context.exchange):
-                self._eager_buffers.prepare(bounds, max(header.samples))
+                self._eager_buffers.prepare(bounds, header.samples)
         self._note_announced(header.flags)
         self.exchange_number, self._bounds, self._samples = context.number, bounds, header.samples
         with LeavingOnError(context.exchange):
-            return self._exchange_ids(self._samples)
+            return self._exchange_ids()
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Announces how much it requests, as far as that is known; returns the header of all ranks."""
@@ -254,7 +254,7 @@ class ShardedCall:
         context, most, bounds = self.context, header.most, None
         if self._is_captured:
             context.learn_ids(most)
-            context.most_samples = max(context.most_samples, *header.samples)
+            context.most_samples = max(context.most_samples, header.samples)
         if self._is_captured or context.max_ids is not None:
             bounds = context.bounds(self.row_bound)
         if context.recorded is not None and self._learns_bounds:
@@ -265,15 +265,14 @@ class ShardedCall:
             return bounds
         return None if header.set_by_any & CHECK_DEFERRED else tuple(map(Bound.just, most))
 
-    def _exchange_ids(self, samples: list[int]) -> list[Request]:
-        """Exchanges ids; returns what is requested of each shard here. `samples`: of each rank."""
-        exchange, bounds = self.context.exchange, self._bounds
+    def _exchange_ids(self) -> list[Request]:
+        """Exchanges ids; returns what is requested of each shard here."""
+        exchange, bounds, samples = self.context.exchange, self._bounds, self._samples
         peers: PeerExchange | None = None  # the same on all ranks
-        has_one_size = len({*samples}) == 1 or not any(part.is_table_wise for part, _ in self.context.parts)
-        if self._report is not None and has_one_size:
+        if self._report is not None:
             peers = self.context.captures.exchange_of_ids(bounds, is_planned=self.row_bound is not None)
-        elif self._eager_buffers is not None and has_one_size:
-            peers = self._eager_buffers.exchange_of_ids(bounds, max(samples))
+        elif self._eager_buffers is not None:
+            peers = self._eager_buffers.exchange_of_ids(bounds, samples)
         if self._recorded is not None:
             if (self._recorded.samples, self._recorded.bounds) == (samples, bounds):
                 self._bags, requested = self._recorded.exchange(peers)
@@ -283,7 +282,8 @@ class ShardedCall:
         requests = self.context.requests(samples, bounds)
         padded = zip(self._bags, bounds, strict=True)
         beside = "requests" if self.row_bound is None else "requests ahead"  # on different branches of a step's graph
-        side_by_side(self.context.device, [functools.partial(bags.pad, bound) for bags, bound in padded], beside)
+        pads = [functools.partial(bags.pad, bound, samples) for bags, bound in padded]
+        side_by_side(self.context.device, pads, beside)
         messages = [part.message for request in requests for part in request.parts]
         received = exchange.joined(
             [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages, peers
@@ -410,7 +410,7 @@ class ShardedCall:
         if captures.is_active:
             whole, self._memory = captures.buffers(), captures.symmetric
         elif eager is not None:
-            whole, self._memory = eager.of(self._bounds, max(self._samples)), eager
+            whole, self._memory = eager.of(self._bounds, self._samples), eager
         if whole is not None:
             rank = self.context.exchange.rank
             buffers = [

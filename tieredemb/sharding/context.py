@@ -193,8 +193,8 @@ class ShardedContext:
                 done.record(current_stream(self.device.index))
             self.wait_for(done)
 
-    def requests(self, samples: Sequence[int], bounds: Bounds) -> list[Request]:
-        """What is requested of each shard here, where the ranks have so many `samples`, in blocks of the `bounds`."""
+    def requests(self, samples: int, bounds: Bounds) -> list[Request]:
+        """What is requested of each shard here, where no rank has more `samples`, in blocks of the `bounds`."""
         bounds_of_parts = iter(bounds)
         return [shard.request_layout.of(samples, [next(bounds_of_parts) for _ in shard.parts]) for shard in self.shards]
 

@@ -17,6 +17,7 @@ from tieredemb.kernels.constants import MOST_PARTS
 from tieredemb.kernels.streams import on_device
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
+from tieredemb.sharding.padding import size_of
 
 PADDING = "sharding/padding.cu"  # compiled as one
 THREADS, IN_ONE_BLOCK, IN_ONE_WARP = 256, 1024, 32
@@ -25,20 +26,6 @@ THREADS, IN_ONE_BLOCK, IN_ONE_WARP = 256, 1024, 32
 def prepare(device: torch.device) -> None:
     """Begins to compile the kernels, which may first be launched in a capture."""
     kernel(PADDING, "blocks_begin").prepare(device.index)
-
-
-def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers as a tensor, int64. Does not synchronise. A graph copies them at each replay."""
-    given = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if device.type == "cpu":
-        return given
-    given = given.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        _KEPT.append(given)
-    return given.to(device, non_blocking=True)
-
-
-_KEPT: list[torch.Tensor] = []  # what graphs copy, for as long as the process may replay them
 
 
 class Sender:
@@ -51,25 +38,26 @@ class Sender:
         self.before: torch.Tensor | int = 0
         self._by_rank: torch.Tensor | int = 0
         if part.is_table_wise:
-            self.before = upload([*itertools.accumulate(part.held * part.copies, initial=0)], device)
+            before = [*itertools.accumulate(part.held * part.copies, initial=0)]
+            self.before = torch.tensor(before, dtype=torch.int64, device=device)
             self._by_rank = torch.from_numpy(part.by_rank).to(device)
 
-    def bags(self, offsets: torch.Tensor, order: torch.Tensor, samples: int) -> StructValue:
-        """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · B + 1,) · `order`: see `PaddedBags`."""
+    def bags(self, offsets: torch.Tensor, order: torch.Tensor, batch: int, samples: int) -> StructValue:
+        """As `bags_pad` takes them; `offsets`: of all bags, int64 (F · `batch` + 1,) · `order`: see `PaddedBags`."""
         return struct_type(PADDING, "SentBags")(
-            held=self.before, by_rank=self._by_rank, offsets=offsets, order=order, batch=samples,
+            held=self.before, by_rank=self._by_rank, offsets=offsets, order=order, batch=batch, samples=samples,
             most=self.part.most_held, copies=self.part.copies,
         )  # fmt: skip
 
     def sizes(self, bound: int, samples: int) -> list[int]:
         """How many values each rank is sent."""
-        return [len(self.part.space.features) + bound + self.part.most_held * samples] * self.receivers
+        return [size_of(len(self.part.space.features), bound, self.part.most_held, samples)] * self.receivers
 
 
 class PaddedBags(NamedTuple):
     """Requests in blocks of one size. `order`: int64, the occurrences, `bound` for each different message · `values`:
-    int64 (M,), as in a `padding.Message` · `bags`: int64 (F · B,), which bag each one is that comes back; empty for
-    row-wise tables."""
+    int64 (M,), as in a `padding.Message` · `bags`: int64 (F · B,), which bag each one is that comes back, −1 for a
+    sample that this rank does not have; empty for row-wise tables."""
 
     order: torch.Tensor
     values: torch.Tensor
@@ -85,13 +73,14 @@ def pad_bags(
     offsets: torch.Tensor,
     *,
     bound: Bound,
+    batch: int,
     samples: int,
 ) -> PaddedBags:
     """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound.ids` for each; see `Padding.pad`
     and `message`. Makes `homes`, int32 (N,), which are numbers of rows, those of entries; see `Padding.move`, and where
     a row comes back for each id `Padding.place`. `counts`: int64 (W, columns), how many ids of each feature are
     requested of each rank, and behind those how many rows; of a feature without any, bags are sent as empty ·
-    `offsets`: int64 (F · B + 1,), of all bags. Does not synchronise."""
+    `offsets`: int64 (F · `batch` + 1,), of all bags · `samples`: of the rank that has most. Does not synchronise."""
     ranks, device, features = sender.part.ranks, counts.device, len(sender.part.space.features)
     begins = counts.new_empty((2, ranks + 1))
     padded, values = counts.new_empty(ranks * bound.ids), counts.new_empty(sum(sender.sizes(bound.ids, samples)))
@@ -101,7 +90,7 @@ def pad_bags(
         kernel(PADDING, "bags_pad")(
             blocks_for(max(len(values), len(homes)), THREADS), THREADS, counts.data_ptr(), counts.stride(0), features,
             begins, ranks, bound.ids, -1 if bound.rows is None else bound.rows, order, len(order), ids, len(ids), homes,
-            len(homes), sender.bags(offsets, of_bags, samples), padded, values,
+            len(homes), sender.bags(offsets, of_bags, batch, samples), padded, values,
         )  # fmt: skip
     return PaddedBags(padded, values, of_bags)
 
@@ -110,8 +99,8 @@ class Joined(NamedTuple):
     """What all ranks have sent, in the order of one process: feature by feature, and in these rank by rank. `edges`:
     int64 (F + 1,), where features begin and end · `joined`: int64 (N,), the entry of each id among those of all parts,
     and N behind the last id · `ids`: int64 (N,) · `row`: int32 (N,), the row of the output · `picked`: int64 (K,),
-    which ids have the rows that go back · `begins`: int64 (F′ · (ΣB + 1),), of the features whose bags are pooled here,
-    where bags begin among all ids, and the last one ends."""
+    which ids have the rows that go back · `begins`: int64 (F′ · (W · B + 1),), of the features whose bags are pooled
+    here, where bags begin among all ids, and the last one ends."""
 
     edges: torch.Tensor
     joined: torch.Tensor
@@ -148,22 +137,22 @@ class Joiner:
         self._bags = len(pooled)  # of each sample
         number = {its.feature: h for h, its in enumerate(pooled)}
         rows = [(*its, held[its.part]) for its in pooled]
+
+        def upload(numbers: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
+
         self._pooled = struct_type(PADDING, "Pooled")(
-            place=upload(sorted(range(len(order)), key=order.__getitem__), device),
-            number=upload([number.get(f, -1) for f in range(len(order))], device),
-            pooled=upload([*itertools.chain(*zip(*rows, strict=True))], device) if rows else 0, count=len(pooled),
+            place=upload(sorted(range(len(order)), key=order.__getitem__)),
+            number=upload([number.get(f, -1) for f in range(len(order))]),
+            pooled=upload([*itertools.chain(*zip(*rows, strict=True))]), count=len(pooled),
         )  # fmt: skip
 
-    def join(self, messages: Sequence[torch.Tensor], samples: Sequence[int], bounds: Sequence[Bound]) -> Joined:
-        """Joins the received `messages`, int64 (M,), one for each part, from ranks that have so many `samples`. Does
-        not synchronise."""
+    def join(self, messages: Sequence[torch.Tensor], samples: int, bounds: Sequence[Bound]) -> Joined:
+        """Joins the received `messages`, int64 (M,), one for each part; no rank has more `samples`. Does not
+        synchronise."""
         ranks, device, features, empty = self._ranks, self._device, sum(self._features), messages[0].new_empty
-        a, b, c = self._messages(messages, bounds)
-        starts: torch.Tensor | int = 0
-        if any(self._most) and any(each != samples[0] for each in samples):
-            starts = upload([*itertools.accumulate(samples, initial=0)], device)
-        of = struct_type(PADDING, "Samples")(starts=starts, each=samples[0], ranks=ranks)
-        entries, bags = ranks * sum(bound.ids for bound in bounds), self._bags * sum(samples)
+        a, b, c = self._messages(messages, samples, bounds)
+        entries, bags = ranks * sum(bound.ids for bound in bounds), self._bags * ranks * samples
         back, rows, firsts = 0, -1, 0  # all rows that go back, those to each rank, and the entries that may have them
         if self._is_row_wise:
             rows = bounds[0].rows or 0
@@ -175,32 +164,50 @@ class Joiner:
         of_bags, of_ids = blocks_for(max(1, bags), THREADS), blocks_for(max(1, entries), THREADS)
         with on_device(device):
             kernel(PADDING, "pieces_find")(
-                1, IN_ONE_BLOCK, a, b, c, of, self._pooled, ends, shift, edges, ids_of_blocks
+                1, IN_ONE_BLOCK, a, b, c, ranks, self._pooled, ends, shift, edges, ids_of_blocks
             )
             kernel(PADDING, "marks_write")(
-                blocks_for(max(1, back, len(marks)), THREADS), THREADS, a, b, c, of, self._pooled, ids_of_blocks,
-                firsts, marks, picked, back,
+                blocks_for(max(1, back, len(marks)), THREADS), THREADS, a, b, c, ranks, samples, self._pooled,
+                ids_of_blocks, firsts, marks, picked, back,
             )  # fmt: skip
             sums = torch.cumsum(marks, 0, dtype=torch.int32) if len(marks) else marks
             if bags:
-                kernel(PADDING, "bags_begin")(of_bags, THREADS, of, self._pooled, edges, firsts, sums, begins)
+                kernel(PADDING, "bags_begin")(
+                    of_bags, THREADS, ranks * samples, self._pooled, edges, firsts, sums, begins
+                )
             kernel(PADDING, "ids_join")(
-                of_ids, THREADS, a, b, c, of, self._pooled, ends, shift, sums, begins, rows, joined, ids, row, picked
+                of_ids,
+                THREADS,
+                a,
+                b,
+                c,
+                ranks,
+                ranks * samples,
+                self._pooled,
+                ends,
+                shift,
+                sums,
+                begins,
+                rows,
+                joined,
+                ids,
+                row,
+                picked,
             )
         return Joined(edges, joined, ids, row, picked, begins)
 
-    def _messages(self, messages: Sequence[torch.Tensor], bounds: Sequence[Bound]) -> list[StructValue]:
+    def _messages(self, messages: Sequence[torch.Tensor], samples: int, bounds: Sequence[Bound]) -> list[StructValue]:
         """As kernels take them."""
         made, start, first = list[StructValue](), 0, 0
         for k in range(MOST_PARTS):
             values: torch.Tensor | int = 0
-            bound = features = most = 0
+            bound = features = size = 0
             if k < len(messages):
-                values, bound = messages[k].contiguous(), bounds[k].ids
-                features, most = self._features[k], self._most[k]
+                values, bound, features = messages[k].contiguous(), bounds[k].ids, self._features[k]
+                size = size_of(features, bound, self._most[k], samples)
             made.append(
                 struct_type(PADDING, "Messages")(
-                    values=values, bound=bound, start=start, features=features, most=most, first=first
+                    values=values, size=size, bound=bound, start=start, features=features, first=first
                 )
             )
             start, first = start + self._ranks * bound, first + features

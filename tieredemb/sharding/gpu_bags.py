@@ -191,13 +191,15 @@ class GpuPart:
         return rows
 
     def send_bag_gradients(
-        self, order: torch.Tensor, grad: torch.Tensor, batch: int, divisor: float, to: RowSpread, rank: int
+        self, order: torch.Tensor, grad: torch.Tensor, divisor: float, to: RowSpread, rank: int
     ) -> None:
         """Writes the gradients of the bags `order`, int64 (F · B,), to the memory of their owners. `rank`: this one."""
-        n, most = order.shape[0], self.part.most_held * batch
+        n, batch = order.shape[0], grad.shape[0]
+        samples = n // len(self.owner)  # of the rank that has most
+        most = self.part.most_held * samples
         kernel(OCCURRENCES, "bags_send", *self._gradient, *self._alignment(grad))(
             blocks_for(most * len(to.begins) * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, most,
-            max(1, batch), self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before,
+            max(1, batch), samples, self.space.column, grad, grad.shape[1], divisor, to.begins, self.sender.before,
             len(to.begins), rank,
         )  # fmt: skip
 
@@ -275,19 +277,19 @@ class GpuBags:
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
-    def pad(self, bound: Bound) -> None:
+    def pad(self, bound: Bound, samples: int) -> None:
         sender, bags = self._part.sender, self._bags
         if self._part.is_table_wise:  # no rows come back
             bound = Bound(bound.ids, None)
         self.ids = [bound.ids] * sender.receivers
-        self.back, self.grads = self._sizes(bound)
-        self.sent = sender.sizes(bound.ids, bags.batch)
+        self.back, self.grads = self._sizes(bound, samples)
+        self.sent = sender.sizes(bound.ids, samples)
         self._order, self.requested, self._bag_order = device_padding.pad_bags(
             sender, self._counts, self._order, self._requested_rows, bags.homes, bags.offsets, bound=bound,
-            samples=bags.batch,
+            batch=bags.batch, samples=samples,
         )  # fmt: skip
 
-    def _sizes(self, bound: Bound) -> tuple[list[int], list[int]]:
+    def _sizes(self, bound: Bound, samples: int) -> tuple[list[int], list[int]]:
         """`back` and `grads`."""
         return [bound.row_count] * self._part.ranks, self.ids
 
@@ -384,9 +386,9 @@ class GpuTableWiseBags(GpuBags):
     """See `Bags`: of table-wise tables. Padding ids are not sent, unless their row is to be scaled: a bag is as long as
     it has ids to look up."""
 
-    def _sizes(self, bound: Bound) -> tuple[list[int], list[int]]:
+    def _sizes(self, bound: Bound, samples: int) -> tuple[list[int], list[int]]:
         part = self._part.part
-        return table_wise_sizes(part.held, part.copies, self._bags.batch)
+        return table_wise_sizes(part.held, part.copies, samples)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
@@ -413,7 +415,7 @@ class GpuTableWiseBags(GpuBags):
 
     def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread, rank: int) -> torch.Tensor | None:
         with on_device(grad.device):
-            self._part.send_bag_gradients(self._bag_order, grad, self._bags.batch, divisor, to, rank)
+            self._part.send_bag_gradients(self._bag_order, grad, divisor, to, rank)
         return None
 
 

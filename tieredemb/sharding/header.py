@@ -168,9 +168,9 @@ class Header(NamedTuple):
     flags: Sequence[int]
 
     @property
-    def samples(self) -> list[int]:
-        """How many samples each rank has."""
-        return [its[0] for its in self.words]
+    def samples(self) -> int:
+        """The most samples that any rank has."""
+        return max(its[0] for its in self.words)
 
     @property
     def most(self) -> list[LargestRequest]:

@@ -87,7 +87,7 @@ class HostBags:
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
-    def pad(self, bound: Bound) -> None:
+    def pad(self, bound: Bound, samples: int) -> None:
         counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)
         padding, order = Padding(counts.sum(1), bound.ids), self._order
         homes, requested, rows = torch.from_numpy(self._homes), self._requested, bound.rows

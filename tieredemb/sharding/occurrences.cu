@@ -19,14 +19,18 @@ struct Bags {
 };
 
 // row = the gradient of the bag of occurrence i, divided by `share`; for a maximum, zero where another one was larger.
+// Zero for bag −1, which is of a sample that only other ranks have.
 __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float share, float *row) {
-    const int bag = bags.bag ? bags.bag[i] : (int)i, feature = bag / bags.batch, sample = bag - feature * bags.batch;
+    const bool is_there = i >= 0;
+    const int bag = bags.bag ? bags.bag[i] : is_there ? (int)i : 0;
+    const int feature = bag / bags.batch, sample = bag - feature * bags.batch;
     const i64 from = sample * bags.total + bags.column[feature];
 #ifdef HAS_MAX
     const bool is_maximum = bags.mode[feature] == MAX;
 #endif
     for (int unit = threadIdx.x % LANES; unit < UNITS; unit += LANES) {
-        float_vector value = load_floats(bags.grad + from + unit * VECTOR);
+        float_vector value = {};
+        if (is_there) value = load_floats(bags.grad + from + unit * VECTOR);
 #pragma unroll
         for (int e = 0; e < VECTOR; e++) {
 #ifdef HAS_MAX
@@ -64,9 +68,9 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
 
 // The gradients of bags, to the owners, in whose memory, begins[·], the ones of each rank lie behind those of the ranks
 // before. `held` (receivers + 1,): of all features, in the order of the owners, how many come before those of each one;
-// none has more than `most` bags · `order` (n,): repeated where each rank owns all. One receiver after another, so that
-// a GPU writes to all of them at the same time.
-extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 most, int batch,
+// none has more than `most` bags, of as many `samples` as any rank has · `order` (n,): repeated where each rank owns all.
+// One receiver after another, so that a GPU writes to all of them at the same time.
+extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 most, int batch, i64 samples,
                                                             const i64 *column, const float *grad, i64 total,
                                                             float share, const i64 *begins, const i64 *held,
                                                             int receivers, int rank) {
@@ -75,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i6
     for (i64 k = thread_index() / LANES; k < most * receivers; k += thread_count() / LANES) {
         const i64 place = k / receivers;
         const int to = (int)(k - place * receivers);
-        const i64 before = held[to] * batch, own = held[to + 1] * batch - before;
+        const i64 before = held[to] * samples, own = held[to + 1] * samples - before;
         if (place >= own) continue;
         write_gradient(bags, order[(before + place) % n], share,
                        reinterpret_cast<float *>(begins[to]) + (rank * own + place) * WIDTH);
@@ -94,13 +98,14 @@ extern "C" __global__ void __launch_bounds__(256) bags_spread(const row_t *rows,
     publish_rows();
 }
 
-// Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total). Moves
-// 2 D · itemsize bytes a bag.
+// Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total); bag −1 is
+// of a sample that only other ranks have. Moves 2 D · itemsize bytes a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_unpack(const i64 *order, i64 n, int batch, const i64 *column,
                                                               const row_t *rows, row_t *out, i64 total) {
     wait_for_prior_kernel();
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
         const int bag = (int)order[k], feature = bag / batch, sample = bag - feature * batch;
+        if (bag < 0) continue;
         row_t *to = out + sample * total + column[feature];
         for (int unit = threadIdx.x % LANES; unit < UNITS; unit += LANES) {
             const row_vector value = load_row(rows, k, unit);

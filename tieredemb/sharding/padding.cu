@@ -2,30 +2,19 @@
 //
 // The requests to a rank lie in a block of `bound` entries, of which the first are ids. A message has, for each rank,
 // the number of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most`
-// features, as any rank pools at most.
+// features, as any rank pools at most, and for as many samples as any rank has.
 #include "common.cuh"
 
-// How many samples the `ranks` have: `each`, or, where `starts` (ranks + 1,) is given, as many as lie between two starts.
-struct Samples {
-    const i64 *starts;
-    i64 each;
-    int ranks;
-};
-
-__device__ __forceinline__ i64 samples_before(const Samples &samples, i64 rank) {
-    return samples.starts ? samples.starts[rank] : rank * samples.each;
-}
-
-// The messages of all ranks for one part, whose entries begin at `start` among those of all parts, and its features at
-// `first`. Where there are fewer parts, the others have no features.
+// The messages of all ranks for one part, each of one `size`, whose entries begin at `start` among those of all parts,
+// and its features at `first`. Where there are fewer parts, the others have no features.
 struct Messages {
     const i64 *values;
-    i64 bound, start;
-    int features, most, first;
+    i64 size, bound, start;
+    int features, first;
 };
 
-__device__ __forceinline__ const i64 *message_of(const Messages &part, const Samples &samples, i64 rank) {
-    return part.values + rank * (part.features + part.bound) + part.most * samples_before(samples, rank);
+__device__ __forceinline__ const i64 *message_of(const Messages &part, i64 rank) {
+    return part.values + rank * part.size;
 }
 
 // What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
@@ -68,25 +57,26 @@ extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks
 
 // What is sent of bags that others pool. `held` (receivers + 1,): how many features come before those that each receiver
 // pools, of all features in that order, `by_rank` · `offsets`: of bags, feature by feature · `order`: receives which bag
-// each one is that comes back, rank by rank, sample by sample · `most`: features that any receiver pools · `copies`: how
-// many ranks get each message. All pointers are null where bags are pooled here.
+// each one is that comes back, rank by rank, sample by sample · `batch`: samples of this rank · `samples`: of the rank
+// that has most · `most`: features that any receiver pools · `copies`: how many ranks get each message. All pointers are
+// null where bags are pooled here.
 struct SentBags {
     const i64 *held, *by_rank, *offsets;
     i64 *order;
-    i64 batch, most;
+    i64 batch, samples, most;
     int copies;
 };
 
 // Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank,
 // and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
 // numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
-// inverted. Features of which nothing is requested have bags without ids. Moves 32 bytes an entry, 8 an occurrence, and
+// inverted. Features of which nothing is requested have bags without ids, and so have samples of other ranks. Moves 32 bytes an entry, 8 an occurrence, and
 // 32 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
     i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {
     wait_for_prior_kernel();
-    const i64 length = features + bound, whole = length + bags.most * bags.batch;
+    const i64 length = features + bound, lengths = bags.most * bags.samples, whole = length + lengths;
     for (i64 k = thread_index(); k < ranks * bags.copies * length; k += thread_count()) {
         const i64 receiver = k / length, rank = receiver % ranks, at = k - receiver * length;
         const i64 to = receiver * whole + at;
@@ -100,24 +90,24 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
             padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
         }
     }
-    const i64 lengths = bags.most * bags.batch;
     for (i64 k = thread_index(); k < ranks * bags.copies * lengths; k += thread_count()) {  // where others pool more
         const i64 receiver = k / lengths, at = k - receiver * lengths;
-        const i64 own = (bags.held[receiver + 1] - bags.held[receiver]) * bags.batch;
+        const i64 own = (bags.held[receiver + 1] - bags.held[receiver]) * bags.samples;
         if (at >= own) values[receiver * whole + length + at] = 0;
     }
-    const i64 n_bags = bags.held ? features * bags.batch : 0;
+    const i64 n_bags = bags.held ? features * bags.samples : 0;
     for (i64 k = thread_index(); k < n_bags; k += thread_count()) {
-        const int j = (int)(k / bags.batch), rank = ranks > 1 ? upper_bound(bags.held + 1, ranks, j) : 0;
-        const i64 f = bags.by_rank[j], sample = k - j * bags.batch, bag = f * bags.batch + sample, held = bags.held[rank];
-        bags.order[held * bags.batch + sample * (bags.held[rank + 1] - held) + j - held] = bag;
+        const int j = (int)(k / bags.samples), rank = ranks > 1 ? upper_bound(bags.held + 1, ranks, j) : 0;
+        const i64 f = bags.by_rank[j], sample = k - j * bags.samples, held = bags.held[rank];
+        const i64 bag = sample < bags.batch ? f * bags.batch + sample : -1;
+        bags.order[held * bags.samples + sample * (bags.held[rank + 1] - held) + j - held] = bag;
         i64 count = 0;
-        if (counts[rank * stride + f]) {
+        if (bag >= 0 && counts[rank * stride + f]) {
             const i64 end = bags.offsets[bag + 1] < n_homes ? bags.offsets[bag + 1] : n_homes;
             for (i64 i = bags.offsets[bag] > 0 ? bags.offsets[bag] : 0; i < end; i++) count += homes[i] >= 0;
         }
         for (int copy = 0; copy < bags.copies; copy++)
-            values[(rank + copy) * whole + length + k - held * bags.batch] = count;
+            values[(rank + copy) * whole + length + k - held * bags.samples] = count;
     }
     if (rows < 0) {
         const i64 n = begins[ranks] < n_order ? begins[ranks] : n_order;
@@ -144,13 +134,12 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
 // where each ends among all ids, `ends`, and how much further its ids lie among the entries, `shift`; where features
 // begin and end, `edges` (features + 1,); and how many ids each block has, `ids` (parts, ranks). One block of 1,024
 // threads.
-extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages a, Messages b, Messages c, Samples samples,
+extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages a, Messages b, Messages c, int ranks,
                                                                Pooled pooled, i64 *ends, i64 *shift, i64 *edges,
                                                                i64 *ids) {
     wait_for_prior_kernel();
     __shared__ int so_far;
     const Messages parts[MOST_PARTS] = {a, b, c};
-    const int ranks = samples.ranks;
     for (int k = threadIdx.x / 32; k < MOST_PARTS * ranks; k += 32) {
         const Messages part = parts[k / ranks];
         const int rank = k % ranks;
@@ -158,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages a, Messa
         i64 done = 0;
         for (int base = 0; base < part.features; base += 32) {  // whatever was received, nobody reads beyond a block
             const int f = base + lane_index();
-            i64 own = f < part.features ? message_of(part, samples, rank)[f] : 0;
+            i64 own = f < part.features ? message_of(part, rank)[f] : 0;
             own = own < 0 ? 0 : own < bound ? own : bound;
             const i64 upto = done + sum_of_lanes(own), end = upto < bound ? upto : bound;
             const i64 begin = upto - own < bound ? upto - own : bound;
@@ -191,34 +180,31 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages a, Messa
 // Writes to `marks`, of which a running sum is made: for each of the `n_firsts` entries of part `a` 1 where its row goes
 // back, as it is requested there first, else 0; and behind these the lengths of all bags that are pooled here. Writes
 // zeros to `picked`, (n_picked,), which `ids_join` fills. `ids`: how many each block has.
-extern "C" __global__ void __launch_bounds__(256) marks_write(Messages a, Messages b, Messages c, Samples samples,
-                                                              Pooled pooled, const i64 *ids, i64 n_firsts, int *marks,
-                                                              i64 *picked, i64 n_picked) {
+extern "C" __global__ void __launch_bounds__(256) marks_write(Messages a, Messages b, Messages c, int ranks,
+                                                              i64 samples, Pooled pooled, const i64 *ids, i64 n_firsts,
+                                                              int *marks, i64 *picked, i64 n_picked) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n_picked; k += thread_count()) picked[k] = 0;
     for (i64 entry = thread_index(); entry < n_firsts; entry += thread_count()) {
         const i64 rank = entry / a.bound, at = entry - rank * a.bound;
-        marks[entry] = at < ids[rank] && message_of(a, samples, rank)[a.features + at] >= 0;
+        marks[entry] = at < ids[rank] && message_of(a, rank)[a.features + at] >= 0;
     }
     const Messages parts[MOST_PARTS] = {a, b, c};
-    const i64 all = samples_before(samples, samples.ranks);
+    const i64 all = ranks * samples;
     for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
-        const i64 h = bag / all, at = bag - h * all;
-        const i64 rank = samples.starts ? upper_bound(samples.starts + 1, samples.ranks, at) : at / samples.each;
+        const i64 h = bag / all, at = bag - h * all, rank = at / samples;
         const Messages part = parts[pooled.pooled[h]];
-        const i64 before = samples_before(samples, rank), own = samples_before(samples, rank + 1) - before;
-        const i64 *lengths = message_of(part, samples, rank) + part.features + part.bound;
-        const i64 length = lengths[pooled.pooled[pooled.count + h] * own + at - before];
+        const i64 *lengths = message_of(part, rank) + part.features + part.bound;
+        const i64 length = lengths[pooled.pooled[pooled.count + h] * samples + at - rank * samples];
         marks[n_firsts + bag] = (int)(length < 0 ? 0 : length < part.bound ? length : part.bound);
     }
 }
 
 // Writes where bags begin among all ids to `begins`, and behind those of a feature where the last one ends. `sums`: the
-// running sum of `marks`. No bag reads beyond its feature.
-extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Pooled pooled, const i64 *edges,
-                                                             i64 n_firsts, const int *sums, i64 *begins) {
+// running sum of `marks` · `all`: samples of all ranks. No bag reads beyond its feature.
+extern "C" __global__ void __launch_bounds__(256) bags_begin(i64 all, Pooled pooled, const i64 *edges, i64 n_firsts,
+                                                             const int *sums, i64 *begins) {
     wait_for_prior_kernel();
-    const i64 all = samples_before(samples, samples.ranks);
     const i64 *feature = pooled.pooled + 2 * pooled.count;
     for (i64 bag = thread_index(); bag < pooled.count * all; bag += thread_count()) {
         const i64 h = bag / all, of_feature = n_firsts + h * all, of_bag = n_firsts + bag, end = edges[feature[h] + 1];
@@ -233,14 +219,15 @@ extern "C" __global__ void __launch_bounds__(256) bags_begin(Samples samples, Po
 // number behind the last id; the id; and its row of the output: bags of each part, sample by sample, and below them a
 // row for each entry of part `a`, if that is row-wise (`rows` ≥ 0). Writes to `picked`, which must be zero, the position
 // of the id of each row that goes back: one for each entry, or, where `rows` is positive, one for each first id, `rows`
-// for each rank. `begins`: of bags (`bags_begin`). Moves 28 bytes an entry, and 8 or 12 more at random.
+// for each rank. `begins`: of bags (`bags_begin`) · `all`: samples of all ranks. Moves 28 bytes an entry, and 8 or 12
+// more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(
-    Messages a, Messages b, Messages c, Samples samples, Pooled pooled, const i64 *ends, const i64 *shift,
+    Messages a, Messages b, Messages c, int ranks, i64 all, Pooled pooled, const i64 *ends, const i64 *shift,
     const int *sums, const i64 *begins, i64 rows, i64 *joined, i64 *ids, int *row, i64 *picked) {
     wait_for_prior_kernel();
     const Messages parts[MOST_PARTS] = {a, b, c};
-    const int ranks = samples.ranks, pieces = (a.features + b.features + c.features) * ranks;
-    const i64 entries = ranks * (a.bound + b.bound + c.bound), all = samples_before(samples, ranks);
+    const int pieces = (a.features + b.features + c.features) * ranks;
+    const i64 entries = ranks * (a.bound + b.bound + c.bound);
     const i64 bags = pooled.count * all, last = bags + (rows < 0 ? 0 : ranks * a.bound - 1);
     for (i64 number = thread_index(); number < entries; number += thread_count()) {
         const int piece = upper_bound(ends, pieces, number);
@@ -254,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(256) ids_join(
         const int which = at < b.start ? 0 : at < c.start ? 1 : 2;
         const Messages part = parts[which];
         const i64 rank = piece % ranks, of_part = at - part.start;
-        const i64 id = message_of(part, samples, rank)[part.features + of_part - rank * part.bound];
+        const i64 id = message_of(part, rank)[part.features + of_part - rank * part.bound];
         joined[number] = at;
         ids[number] = id ^ (id >> 63);  // inverted if it was requested before
         const i64 h = pooled.number[piece / ranks];

@@ -72,8 +72,8 @@ def plain_ids(ids: torch.Tensor) -> torch.Tensor:
 
 class Message(NamedTuple):
     """What one rank requests of all, rank by rank: how many ids of each feature, the ids in a block, and, of features
-    whose bags the owner pools, how many ids each bag has, and zeros where another rank pools more. `values`: int64 (M,)
-    · `sizes`: how many of them each rank gets."""
+    whose bags the owner pools, how many ids each bag has, and zeros where another rank pools more, or has more samples.
+    `values`: int64 (M,) · `sizes`: how many of them each rank gets."""
 
     values: torch.Tensor
     sizes: list[int]
@@ -120,25 +120,20 @@ class ReceivedMessages(NamedTuple):
     lengths: torch.Tensor | None
 
 
-def sizes_of(features: int, bound: int, most_held: int, samples: Sequence[int]) -> list[int]:
-    """How long the received messages are, of ranks that have so many `samples`. `features`: F · `most_held`: of how
-    many features any rank pools the bags."""
-    return [features + bound + most_held * each for each in samples]
+def size_of(features: int, bound: int, most_held: int, samples: int) -> int:
+    """How long a message is. `features`: F · `most_held`: of how many features any rank pools the bags · `samples`: of
+    the rank that has most."""
+    return features + bound + most_held * samples
 
 
-def read(
-    values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int], most_held: int
-) -> ReceivedMessages:
-    """Reads messages of `sizes_of` the same arguments. `held`: F′."""
-    pieces = torch.split(values, sizes_of(features, bound, most_held, samples))
-    counts = torch.stack([piece[:features] for piece in pieces])
-    ids = torch.cat([piece[features : features + bound] for piece in pieces])
+def read(values: torch.Tensor, features: int, bound: int, most_held: int, samples: int, held: int) -> ReceivedMessages:
+    """Reads messages of the `size_of` the same arguments. `held`: F′."""
+    blocks = values.view(-1, size_of(features, bound, most_held, samples))
     # whatever was received, nobody reads beyond a block
-    ends = torch.cumsum(counts, 1).clamp_(0, bound)
+    ends = torch.cumsum(blocks[:, :features], 1).clamp_(0, bound)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
+    ids, lengths = blocks[:, features : features + bound].reshape(-1), blocks[:, features + bound :]
     if not held:
         return ReceivedMessages(counts, ids, None)
-    lengths = [
-        piece[features + bound :].view(most_held, each)[:held] for piece, each in zip(pieces, samples, strict=True)
-    ]
-    return ReceivedMessages(counts, ids, torch.cat(lengths, 1))
+    of_held = lengths.unflatten(1, (most_held, samples))[:, :held]
+    return ReceivedMessages(counts, ids, of_held.transpose(0, 1).flatten(1))

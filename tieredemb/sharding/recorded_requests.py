@@ -3,10 +3,10 @@ CUDA graphs, where batches of one form occur repeatedly: two replays stand for a
 
 Between the graphs is what no eager graph can hold: the header by which ranks agree to an exchange of one size, and the
 exchange. The size is `max_ids`. Where the user names none, it is somewhat more than any rank has requested from another
-where the ranks had as many samples, which all of them know by the headers. The number of different rows that come back
-is learned likewise. The host does not wait to learn whether a batch fits: it launches what follows as if it did, and
-checks before rows are sent. A batch that does not fit is requested again, in blocks of just the size that it needs; a
-wrong batch requests nothing.
+in batches of as many samples, by the rank that has most, as all of them know by the headers. The number of different
+rows that come back is learned likewise. The host does not wait to learn whether a batch fits: it launches what follows
+as if it did, and checks before rows are sent. A batch that does not fit is requested again, in blocks of just the size
+that it needs; a wrong batch requests nothing.
 
 A batch that needs more than the bound, or far less, changes the bound, and goes in blocks of just its size, or of
 `max_ids`. After a batch that did not fit, its rank checks first for a while. Where a lookup by itself changes rows, as
@@ -48,7 +48,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 MOST_FORMS = 4  # recorded at most: those used last
 MOST_AT_ONCE = 4  # forwards of one form in flight, each with graphs of its own
-MOST_BOUNDS = 64  # kept at most, one for each tuple of samples: those used last
+MOST_BOUNDS = 64  # kept at most, one for each number of samples: those used last
 LOOSE = 2  # × what a batch needs with a margin: the rest of a larger bound would be wasted
 SMALLEST_BOUND = 64  # ids or rows: a bound up to twice that is never too large, as small parts vary a lot
 CHECKED_FIRST = 16  # forwards that check first, after one that did not fit
@@ -56,7 +56,7 @@ CHECKED_FIRST = 16  # forwards that check first, after one that did not fit
 
 class Form(NamedTuple):
     """What the launches depend on. `bags`: their length, if it is equal, or how many of the `edges` are given ·
-    `samples`: how many each rank has, as far as is known before their headers · `bounds`: of ids that fit. The rest:
+    `samples`: of the rank that has most, as far as is known before the headers · `bounds`: of ids that fit. The rest:
     see `Batch`."""
 
     ids: int
@@ -65,20 +65,20 @@ class Form(NamedTuple):
     bags: EqualBags | int
     exact: bool
     places: Places | None
-    samples: tuple[int, ...]
+    samples: int
     bounds: Bounds
 
 
 class RecordedRequests:
-    """The recorded requests of one module's forwards. `_bounds`: by the samples of each rank, the bounds of an exchange
-    of one size, equal on all ranks · `_samples`: what all ranks had when this one had as many as the key ·
-    `_last_requested`: what this rank has requested from another, by the samples of each rank."""
+    """The recorded requests of one module's forwards. `_bounds`: by the samples of the rank that has most, the bounds
+    of an exchange of one size, equal on all ranks · `_samples`: those, by the samples of this rank · `_last_requested`:
+    what this rank has requested from another, by the same as `_bounds`."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
-        self._bounds: OrderedDict[tuple[int, ...], Bounds] = OrderedDict()
-        self._last_requested: OrderedDict[tuple[int, ...], Sequence[LargestRequest]] = OrderedDict()
-        self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._bounds: OrderedDict[int, Bounds] = OrderedDict()
+        self._last_requested: OrderedDict[int, Sequence[LargestRequest]] = OrderedDict()
+        self._samples: OrderedDict[int, int] = OrderedDict()
         self._recorder: Recorder[Form, RecordedRequest] = Recorder(MOST_FORMS, MOST_AT_ONCE)
         self._checked_first = 0  # forwards that have yet to check first
 
@@ -98,22 +98,22 @@ class RecordedRequests:
         make = functools.partial(RecordedRequest, self._context, cache, self._finder, batch, samples, bounds)
         return self._recorder.record(form, make, cache.recorded)
 
-    def agreed_bounds(self, size: int, samples: Sequence[int], most: Sequence[LargestRequest]) -> Bounds | None:
-        """By the header of a forward each rank has so many `samples`, of which this one has `size`, and none requests
-        more than `most` from another in each part. Returns the bounds of an exchange of one size, if they take that and
-        are not far too large. All ranks compute the same."""
-        samples_of_ranks, max_ids = tuple(samples), self._context.max_ids
-        _put(self._samples, size, samples_of_ranks)
+    def agreed_bounds(self, size: int, samples: int, most: Sequence[LargestRequest]) -> Bounds | None:
+        """By the header of a forward no rank has more `samples`, this one has `size`, and none requests more than
+        `most` from another in each part. Returns the bounds of an exchange of one size, if they take that and are not
+        far too large. All ranks compute the same."""
+        max_ids = self._context.max_ids
+        _put(self._samples, size, samples)
         if max_ids is not None and max(each.ids for each in most) > max_ids:
             return None
-        known = self._bounds.get(samples_of_ranks, ())
+        known = self._bounds.get(samples, ())
         of_parts = itertools.zip_longest(most, self._context.largest, known)
         wanted = tuple(self._wanted(*each) for each in of_parts)
-        _put(self._bounds, samples_of_ranks, wanted)
+        _put(self._bounds, samples, wanted)
         if wanted == known:
             return known
         self._recorder.drop(
-            lambda form: form.samples == samples_of_ranks and form.bounds != wanted
+            lambda form: form.samples == samples and form.bounds != wanted
         )  # forwards keep those that they use
         return None if max_ids is None else (Bound(max_ids, None),) * len(most)
 
@@ -127,13 +127,14 @@ class RecordedRequests:
                 return known
         return Bound(report_buffer, rows)
 
-    def last_requested(self, samples: Sequence[int]) -> Sequence[LargestRequest]:
-        """What this rank last requested from another in each part, where the ranks had as many `samples`."""
-        return self._last_requested.get(tuple(samples)) or self._context.no_counts.most
+    def last_requested(self, samples: int) -> Sequence[LargestRequest]:
+        """What this rank last requested from another in each part, where the rank that has most had as many
+        `samples`."""
+        return self._last_requested.get(samples) or self._context.no_counts.most
 
-    def note(self, samples: Sequence[int], most: Sequence[LargestRequest]) -> None:
+    def note(self, samples: int, most: Sequence[LargestRequest]) -> None:
         """Notes that it requests `most` now."""
-        _put(self._last_requested, tuple(samples), most)
+        _put(self._last_requested, samples, most)
 
     def may_defer_check(self) -> bool:
         """Whether a forward may assume that its ids fit and are valid, and check that after their exchange. Not where a
@@ -175,7 +176,7 @@ class RequestUser(Protocol):
 
 
 class RecordedRequest:
-    """The graphs of one form, used by one forward after the other. `samples`: how many each rank has."""
+    """The graphs of one form, used by one forward after the other. `samples`: of the rank that has most."""
 
     def __init__(
         self,
@@ -183,13 +184,13 @@ class RecordedRequest:
         cache: DeviceCache,
         finder: GpuFinder,
         batch: Batch,
-        samples: Sequence[int],
+        samples: int,
         bounds: Bounds,
     ) -> None:
         """Launches all of it once, as what is allocated and compiled at a first use must not be captured, and then
         records it. Raises what that does. `cache`: accounts for its memory."""
         device, exchange = context.device, context.exchange
-        self.samples, self.bounds = list(samples), bounds
+        self.samples, self.bounds = samples, bounds
         self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._user: weakref.ref[RequestUser] | None = None
         self._used_on: torch.cuda.Stream | None = None  # the stream of the last use
@@ -215,7 +216,7 @@ class RecordedRequest:
                 self._words.copy_(words, non_blocking=True)
                 finder.drop_faulty(words)
                 for bags, bound in zip(found, bounds, strict=True):
-                    bags.pad(bound)
+                    bags.pad(bound, samples)
                 self._bags: list[GpuBags] = found
                 self._given, self._sent = exchange.packed(
                     [bags.requested for bags in found], [bags.sent for bags in found]

@@ -3,8 +3,8 @@ that this rank holds whole, alone or as all ranks do. So there is one plan of it
 
 Messages are blocks of one size. The ids of all ranks are put into the order that one process would have, feature by
 feature and in these rank by rank. So an owner's update is that of one process, bit for bit. On a GPU kernels do this
-(`device_padding`), as the host knows each rank's samples and nothing else: there is memory for as many ids as fit, and
-those behind the last one belong to no bag.
+(`device_padding`), as the host does not know how many ids there are: there is memory for as many as fit, and those
+behind the last one belong to no bag. A rank that has fewer samples than another sends bags without ids for the others.
 
 Rows of the output are single rows, or pooled bags (`step.stack`).
 """
@@ -26,7 +26,7 @@ from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import Joiner, PooledFeature
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, sizes_of
+from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, size_of
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
 from tieredemb.step.stack import PooledBags, Stack
@@ -70,8 +70,8 @@ class RequestLayout:
             pooled = [PooledFeature(p, k, f) for p, its in enumerate(self.pooled) for k, f in enumerate(its)]
             self.joiner = Joiner(parts, ranks, order, pooled, device)
 
-    def of(self, samples: Sequence[int], bounds: Sequence[Bound]) -> Request:
-        """The request of a batch in which the ranks have so many `samples`, in blocks of the `bounds`."""
+    def of(self, samples: int, bounds: Sequence[Bound]) -> Request:
+        """The request of a batch in which no rank has more `samples`, in blocks of the `bounds`."""
         return Request(self, samples, bounds)
 
 
@@ -81,9 +81,9 @@ class Request:
 
     batch: Batch
 
-    def __init__(self, layout: RequestLayout, samples: Sequence[int], bounds: Sequence[Bound]) -> None:
-        self._layout, self._samples, self._bounds, self.row_wise = layout, list(samples), bounds, layout.row_wise
-        count = sum(samples)
+    def __init__(self, layout: RequestLayout, samples: int, bounds: Sequence[Bound]) -> None:
+        self._layout, self._samples, self._bounds, self.row_wise = layout, samples, bounds, layout.row_wise
+        count = layout.ranks * samples
         # of each part, the first row of its bags in the output, and the end; how many bags there are
         self._spans = [(count * before, count * end) for before, end in itertools.pairwise(layout.bags_before)]
         self._bags = count * layout.bags_before[-1]
@@ -92,8 +92,8 @@ class Request:
         for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
             ids = [bound.ids] * layout.ranks
             back = ids if bound.rows is None else [bound.rows] * layout.ranks
-            sizes = sizes_of(len(part.space.features), bound.ids, part.most_held, samples)
-            bags = [held * each for each in samples]
+            sizes = [size_of(len(part.space.features), bound.ids, part.most_held, samples)] * layout.ranks
+            bags = [held * samples] * layout.ranks
             answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
             self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
@@ -107,7 +107,7 @@ class Request:
             ids, stack = joined.ids, self._stack_of(joined.begins, joined.row, joined.picked)
         else:  # on a CPU, where the host knows how many ids it has received
             received = [
-                read(values, len(part.space.features), bound.ids, held, self._samples, part.most_held)
+                read(values, len(part.space.features), bound.ids, part.most_held, self._samples, held)
                 for values, part, held, bound in zip(messages, layout.parts, layout.held, self._bounds, strict=True)
             ]
             self._ends = self._place(received)
@@ -156,7 +156,7 @@ class Request:
         """The layout of the output: the bags of each part, sample by sample, and behind them the rows of ids, one for
         each entry, whether or not it is requested. Rows lie in the order in which their gradients are received, so
         these need not be sorted. `begins`: see `Joined`."""
-        layout, bags, samples = self._layout, self._bags, sum(self._samples)
+        layout, bags, samples = self._layout, self._bags, self._layout.ranks * self._samples
         rows = 1 if layout.row_wise is None else self._entries[layout.row_wise]  # ids of other parts get the last
         edges = begins.split([(samples + 1) * count for count in layout.held]) if bags else ()
         each = zip(self._spans, layout.modes, edges, strict=False)
@@ -245,9 +245,9 @@ class Request:
         """The bags of a part, rank by rank, of all `bags`, (K, D); only those of this rank where they stay here."""
         first, end = self._spans[number]
         if not self.parts[number].answer:
-            held, rank = self.parts[number].held, self._layout.rank
-            first += held * sum(self._samples[:rank])
-            end = first + held * self._samples[rank]
+            bags_of_rank = self.parts[number].held * self._samples
+            first += self._layout.rank * bags_of_rank
+            end = first + bags_of_rank
         return bags[first:end]
 
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:

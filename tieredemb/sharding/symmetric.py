@@ -110,18 +110,17 @@ class PartBuffers(NamedTuple):
         """Whether each rank gets so many rows and gradients."""
         return self.rows is not None and (self.rows.to.each, self.grads.to.each) == (rows, grads)
 
-    def of_bags(self, part: Part, samples: Sequence[int], rank: int) -> PartBuffers | None:
-        """Those of a `part` whose tables are held whole, where the ranks have so many `samples`; None where these
-        differ, or do not fit."""
-        each, held = samples[0], part.held * part.copies
-        own, ranks, bags = held[rank] * each, len(held), sum(part.held) * each
-        is_enough = len(self.grads.received) >= ranks * max(held) * each
-        if any(count != each for count in samples) or not is_enough:
+    def of_bags(self, part: Part, samples: int, rank: int) -> PartBuffers | None:
+        """Those of a `part` whose tables are held whole, where the rank that has most has so many `samples`; None where
+        these do not fit."""
+        held = part.held * part.copies
+        own, ranks, bags = held[rank] * samples, len(held), sum(part.held) * samples
+        if len(self.grads.received) < ranks * max(held) * samples:
             return None
-        grads = self.grads.beginning(ranks * own, own, 0, sum(held) * each - own)
+        grads = self.grads.beginning(ranks * own, own, 0, sum(held) * samples - own)
         if self.rows is None:
             return PartBuffers(None, grads)
-        return PartBuffers(self.rows.beginning(bags, own, sum(held[:rank]) * each, (ranks - 1) * own), grads)
+        return PartBuffers(self.rows.beginning(bags, own, sum(held[:rank]) * samples, (ranks - 1) * own), grads)
 
 
 def make_parts(

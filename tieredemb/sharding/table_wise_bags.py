@@ -29,6 +29,9 @@ class HostTableWiseBags:
     requested: torch.Tensor
     sent: list[int]
     ids: list[int]
+    back: list[int]
+    grads: list[int]
+    _samples: int  # of the rank that has most
 
     def __init__(self, part: Part, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
@@ -50,7 +53,6 @@ class HostTableWiseBags:
         self._ranges = [slice(start, start + n) for start, n in zip(starts, lengths.sum(1), strict=True)]
         self.counts = np.zeros((part.ranks, 2 * len(owner)), np.int64)
         self.counts[owner, np.arange(len(owner))] = lengths.sum(1)
-        self.back, self.grads = table_wise_sizes(part.held, part.copies, batch.size)
         self._requested_rows, self._lengths = self._kept_values(bags.keys - space.first[bags.feature]), lengths
         self._rows = np.empty((0, space.width), np.float32)
 
@@ -58,13 +60,14 @@ class HostTableWiseBags:
         """The values of the occurrences that are looked up, of `values` of all."""
         return values if self._kept is None else values[self._kept]
 
-    def pad(self, bound: Bound) -> None:
-        part = self.part
+    def pad(self, bound: Bound, samples: int) -> None:
+        part, self._samples = self.part, samples
         counts = torch.from_numpy(self.counts[:, : len(part.owner)])
         self._padding = Padding(counts.sum(1), bound.ids)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._requested_rows)))
-        lengths = torch.from_numpy(self._lengths[part.by_rank])
+        lengths = torch.from_numpy(np.pad(self._lengths[part.by_rank], ((0, 0), (0, samples - self.batch))))
         self.ids = [bound.ids] * (part.ranks * part.copies)
+        self.back, self.grads = table_wise_sizes(part.held, part.copies, samples)
         self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
 
     def _by_rank(self, values: Array) -> Array:
@@ -87,14 +90,15 @@ class HostTableWiseBags:
         for features, its in self._blocks(rows):
             for k, f in enumerate(features):
                 first = int(self.space.column[f])
-                out[:, first : first + self.space.width] = its[:, k]
+                out[:, first : first + self.space.width] = its[: self.batch, k]
 
     def _blocks(self, rows: torch.Tensor) -> list[tuple[Array, torch.Tensor]]:
-        """Of each rank the features that it holds, and its bags among `rows` of all, (F · B, D): (B, F′, D)."""
+        """Of each rank the features that it holds, and its bags among `rows` of all, (F · B, D): (B, F′, D), where B
+        are the samples of the rank that has most."""
         held, width = self.part.held, self.space.width
-        pieces = torch.split(rows, [self.batch * count for count in held])
+        pieces = torch.split(rows, [self._samples * count for count in held])
         features = np.split(self.part.by_rank, np.cumsum(held)[:-1])
-        return [(of, its.view(self.batch, len(of), width)) for of, its in zip(features, pieces, strict=True)]
+        return [(of, its.view(self._samples, len(of), width)) for of, its in zip(features, pieces, strict=True)]
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         homes = np.full(len(self._bags.keys), DROPPED, np.int32)
@@ -105,11 +109,11 @@ class HostTableWiseBags:
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         width = self.space.width
-        rows = torch.empty((len(self.part.by_rank) * self.batch, width), device="cpu")
+        rows = torch.zeros((len(self.part.by_rank) * self._samples, width), device="cpu")
         for features, its in self._blocks(rows):
             for k, f in enumerate(features):
                 first = int(self.space.column[f])
-                its[:, k] = grad[:, first : first + width]
+                its[: self.batch, k] = grad[:, first : first + width]
         if divisor != 1.0:
             rows.numpy()[...] /= np.float32(divisor)
         return rows if self.part.copies == 1 else copied(rows, self.part.copies), None
