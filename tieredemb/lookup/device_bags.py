@@ -111,9 +111,8 @@ class DeviceBags:
 
     `keys`: int64 (N,), negative for occurrences without a lookup · `homes`: int32 (N,), −1 for a key, the slot of a
     resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,), or (F·(B + 1),) if features `have_ends`: then ids
-    that are in no bag may lie between them · `bag`: int32 (N,), of each occurrence ·
-    `position`: int64 (N,), of each occurrence in the ids, or None if they are the same. Occurrences of other key
-    spaces are dropped, at the end.
+    that are in no bag may lie between them · `bag`: int32 (N,), of each occurrence · `position`: int64 (N,), of each
+    occurrence in the ids, or None if they are the same. Occurrences of other key spaces are dropped, at the end.
     """
 
     keys: torch.Tensor

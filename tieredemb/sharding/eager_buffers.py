@@ -64,8 +64,8 @@ class EagerBuffers:
 
     def prepare(self, bounds: Bounds, samples: int) -> None:
         """To be called once all ranks have agreed to an exchange of these `bounds`, before a forward in which none has
-        more than so many `samples`. Allocates buffers
-        where several forwards in a row have lacked them. A collective; waits for the device where it allocates."""
+        more than so many `samples`. Allocates buffers where several forwards in a row have lacked them. A collective;
+        waits for the device where it allocates."""
         if self.is_off or not self._grows or self._owner is not None:
             return
         if self._fits(bounds, samples):

@@ -171,8 +171,8 @@ class SymmetricMemory:
 
     def make(self, specs: Sequence[BufferSpec], of_ids: BufferSpec) -> list[SymmetricRows] | None:
         """The buffers of these `specs`, which are the same on all ranks; allocates those that are missing, and that for
-        ids. None on all ranks where a GPU does not reach another one's memory, or
-        lacks memory. A collective; raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        ids. None on all ranks where a GPU does not reach another one's memory, or lacks memory. A collective; raises
+        `PeerError` where a rank has failed meanwhile. Waits for the device."""
         if self._is_off or not specs:
             return None
         missing = [spec for spec in (*specs, of_ids) if spec not in self._made]

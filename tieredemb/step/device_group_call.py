@@ -244,8 +244,8 @@ class DeviceGroupCall:
         *,
         keep_argmax: bool,
     ) -> None:
-        """Pools into `bags`, and writes the rows of the picked ids to `picked` (·, D), and the rows of all
-        ids to `every`."""
+        """Pools into `bags`, and writes the rows of the picked ids to `picked` (·, D), and the rows of all ids
+        to `every`."""
         self.weights = weights
         if keep_argmax and self.group.lookup.has_max:
             shape = stack.rows, bags.shape[1]

@@ -208,8 +208,8 @@ class HostGroupCall:
     def pool_stack(
         self, stack: Stack, bags: Array, rows: Array, every: Array | None, weights: Array | None, *, keep_argmax: bool
     ) -> None:
-        """Pools into `bags`, and writes the rows of the picked ids to `rows`, carriers (·, D), and the rows
-        of all ids to `every`."""
+        """Pools into `bags`, and writes the rows of the picked ids to `rows`, carriers (·, D), and the rows of
+        all ids to `every`."""
         width = self.group.space.width
         if weights is not None:
             self.weights = weights
