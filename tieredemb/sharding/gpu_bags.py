@@ -176,15 +176,14 @@ class GpuPart:
         grad: torch.Tensor,
         argmax: torch.Tensor | None,
         divisor: float,
-        copies: int = 1,
     ) -> torch.Tensor:
-        """The gradients of the occurrences `order`, int64 (K,), or, of table-wise tables, of these bags: float32
-        (K · `copies`, D); see `Bags.gradient`."""
-        n = order.shape[0] * copies
+        """The gradients of the occurrences `order`, int64 (K,), or, of table-wise tables, of these bags: float32 (K,
+        D); see `Bags.gradient`."""
+        n = order.shape[0]
         rows = torch.empty((n, self.width), dtype=torch.float32, device=grad.device)
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *self._alignment(grad))
         gradient(
-            blocks_for(n * self._lanes, THREADS), THREADS, order, n, order.shape[0],
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n,
             0 if self.is_table_wise else bags.bag, max(1, bags.batch), self.space.column, self.space.mode, grad,
             grad.shape[1], 0 if argmax is None else argmax, divisor, rows,
         )  # fmt: skip
@@ -410,8 +409,8 @@ class GpuTableWiseBags(GpuBags):
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         with on_device(grad.device):
-            order, copies = self._bag_order, self._part.part.copies
-            return self._part.gradient(self._bags, order, grad, None, divisor, copies), None
+            rows = self._part.gradient(self._bags, self._bag_order, grad, None, divisor)
+            return copied(rows, self._part.part.copies), None
 
     def send_gradient(self, grad: torch.Tensor, divisor: float, to: RowSpread, rank: int) -> torch.Tensor | None:
         with on_device(grad.device):

@@ -42,15 +42,14 @@ __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float sh
     }
 }
 
-// rows[k] = the gradient of occurrence order[k], and the same again behind every `period` of them. Moves 8 D bytes an
-// occurrence.
+// rows[k] = the gradient of occurrence order[k]. Moves 8 D bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
-    const i64 *order, i64 n, i64 period, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
-    i64 total, const int *argmax, float share, float *rows) {
+    const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad, i64 total,
+    const int *argmax, float share, float *rows) {
     wait_for_prior_kernel();
     const Bags bags = {bag, batch, column, mode, grad, total, argmax};
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES)
-        write_gradient(bags, order[k < period ? k : k % period], share, rows + k * WIDTH);
+        write_gradient(bags, order[k], share, rows + k * WIDTH);
 }
 
 // The same, written to the memory of several ranks (`to`), as many to each.
