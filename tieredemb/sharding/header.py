@@ -170,7 +170,8 @@ class Header(NamedTuple):
     @property
     def samples(self) -> int:
         """The most samples that any rank has."""
-        return max(its[0] for its in self.words)
+        most: int = max(map(operator.itemgetter(0), self.words))
+        return most
 
     @property
     def most(self) -> list[LargestRequest]:
