@@ -223,10 +223,12 @@ def test_plan_and_swap_keep_every_row_exact(slots, policy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 6, 64, 100, 128, 300])
-def test_pooled_lookup_equals_torch(width, dtype):
+@pytest.mark.parametrize(("at_once", "most_ids"), [(4, 6), (1, 13)], ids=["short bags", "long bags"])
+def test_pooled_lookup_equals_torch(at_once, most_ids, width, dtype):
+    """Several bags at a time, or several ids of one."""
     tables, batch, rows = 3, 37, 500
     weight = torch.randn(rows, width, device=GPU).to(dtype)
-    sizes = torch.randint(0, 7, (tables * batch,), device=GPU)
+    sizes = torch.randint(0, most_ids + 1, (tables * batch,), device=GPU)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=GPU), sizes.cumsum(0)])
     homes = torch.randint(0, rows, (int(sizes.sum()),), device=GPU, dtype=torch.int32)
     mode = torch.tensor([0, 1, 2], dtype=torch.int32, device=GPU)
@@ -234,8 +236,8 @@ def test_pooled_lookup_equals_torch(width, dtype):
     out = torch.full((batch, tables * width), math.nan, device=GPU, dtype=dtype)
     argmax = torch.zeros(batch, tables * width, dtype=torch.int32, device=GPU)
     lanes = 32
-    groups = tables * ((batch + 3) // 4)
-    flags = (*options(dtype, width), "-DHAS_MAX")
+    groups = tables * -(-batch // at_once)
+    flags = (*options(dtype, width), "-DHAS_MAX", f"-DBAGS={at_once}")
     Kernel("lookup/embedding_bag.cu", "bags_pool", flags)(
         blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, batch, tables * batch, mode, column,
         0, 0, out, tables * width, argmax,
@@ -318,11 +320,11 @@ def test_homes_are_sorted_as_torch_does(homes, n):
 @pytest.mark.parametrize("width", [1, 12, 64, 128])
 @pytest.mark.parametrize("optimizer", [each for each in OPTIMIZERS if not each.is_dense], ids=name_of)
 def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
-    batch, tables, rows = 3000, 2, 700
+    batch, tables, rows = 7000, 2, 700
     words = state_width(optimizer, width)
     n = batch * tables
     bag = torch.arange(n, dtype=torch.int32, device=GPU)
-    own = rows // tables  # rows of a table; its first ones have thousands of occurrences
+    own = rows // tables  # rows of a table; its first one has some 2,600 occurrences, in 41 chunks
     homes = (torch.rand(n, device=GPU) ** 6 * own).int() + bag // batch * own
     grad = torch.randn(batch, tables * width, device=GPU)
     column = torch.arange(tables, device=GPU) * width
