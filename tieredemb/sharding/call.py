@@ -442,7 +442,7 @@ class ShardedCall:
         assert self._recorded is not None
         assert recorded is not None
         self._check_request()
-        recorded.note(self._recorded.samples, self._most_requested)
+        recorded.note(self._samples, self._most_requested)
         if not bounds_take(self._bounds, self._most_requested):
             self._check_at_once()
 

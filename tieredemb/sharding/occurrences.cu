@@ -44,8 +44,8 @@ __device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float sh
 
 // rows[k] = the gradient of occurrence order[k]. Moves 8 D bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
-    const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad, i64 total,
-    const int *argmax, float share, float *rows) {
+    const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
+    i64 total, const int *argmax, float share, float *rows) {
     wait_for_prior_kernel();
     const Bags bags = {bag, batch, column, mode, grad, total, argmax};
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES)
@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
 
 // The gradients of bags, to the owners, in whose memory, begins[·], the ones of each rank lie behind those of the ranks
 // before. `held` (receivers + 1,): of all features, in the order of the owners, how many come before those of each one;
-// none has more than `most` bags, of as many `samples` as any rank has · `order` (n,): repeated where each rank owns all.
-// One receiver after another, so that a GPU writes to all of them at the same time.
+// none has more than `most` bags, of as many `samples` as any rank has · `order` (n,): repeated where each rank owns
+// all. One receiver after another, so that a GPU writes to all of them at the same time.
 extern "C" __global__ void __launch_bounds__(256) bags_send(const i64 *order, i64 n, i64 most, int batch, i64 samples,
                                                             const i64 *column, const float *grad, i64 total,
                                                             float share, const i64 *begins, const i64 *held,
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(256) bags_spread(const row_t *rows,
     publish_rows();
 }
 
-// Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total); bag −1 is
-// of a sample that only other ranks have. Moves 2 D · itemsize bytes a bag.
+// Puts received bags into the columns of their features: rows[k], which are bag order[k], to `out` (B, total); bag −1
+// is of a sample that only other ranks have. Moves 2 D · itemsize bytes a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_unpack(const i64 *order, i64 n, int batch, const i64 *column,
                                                               const row_t *rows, row_t *out, i64 total) {
     wait_for_prior_kernel();

@@ -70,8 +70,8 @@ struct SentBags {
 // Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank,
 // and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
 // numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
-// inverted. Features of which nothing is requested have bags without ids, and so have samples of other ranks. Moves 32 bytes an entry, 8 an occurrence, and
-// 32 a bag that others pool.
+// inverted. Features of which nothing is requested have bags without ids, and so have samples of other ranks. Moves 32
+// bytes an entry, 8 an occurrence, and 32 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
     i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {

@@ -113,7 +113,7 @@ def table_wise_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[li
 
 class ReceivedMessages(NamedTuple):
     """The messages of all ranks. `counts`: int64 (W, F), of each rank, `bound` in all at most · `ids`: int64 (W ·
-    bound,) · `lengths`: int64 (F′, ΣB), of the features that this rank holds, in these rank by rank."""
+    bound,) · `lengths`: int64 (F′, W · B), of the features that this rank holds, in these rank by rank."""
 
     counts: torch.Tensor
     ids: torch.Tensor

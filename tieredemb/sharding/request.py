@@ -164,7 +164,7 @@ class Request:
         return Stack(pooled, row, bags, bags + rows, picked)
 
     def _stack(self, edges: torch.Tensor, lengths: Sequence[torch.Tensor], destination: torch.Tensor | None) -> Stack:
-        """The same on a CPU. `lengths`: of the bags that are pooled here, int64 (F′, ΣB), of each part with such
+        """The same on a CPU. `lengths`: of the bags that are pooled here, int64 (F′, W · B), of each part with such
         features · `destination`: see `_picked`."""
         bags, layout = self._bags, self._layout
         row_wise, begins = layout.row_wise, edges[:0]
