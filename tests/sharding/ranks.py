@@ -151,10 +151,12 @@ def seven(rank):
 
 
 def unequal(rank):
+    """Different numbers, none of which is zero."""
     return (4, 7, 2, 9)[rank]
 
 
 def uneven(rank):
+    """Different numbers, one of which is zero."""
     return (5, 0, 9, 2)[rank]
 
 

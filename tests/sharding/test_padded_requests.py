@@ -18,10 +18,8 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import identity
 
 RANKS, BOUND = 3, 300
-TABLES = tables_of(modes=("sum", "mean"), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
-
-
 MOST = 9  # samples of any rank
+TABLES = tables_of(modes=("sum", "mean"), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 
 
 def some(rank):

@@ -629,12 +629,12 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
-        int c = 0;
+        const float *own_parts = parts + (i64)segment.first * WIDTH;
+        i64 c = 0;
         for (; c + PARTS_AHEAD <= segment.parts; c += PARTS_AHEAD)
-            parts_add<PARTS_AHEAD>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
-        for (; c + AHEAD <= segment.parts; c += AHEAD)
-            parts_add<AHEAD>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
-        for (; c < segment.parts; c++) parts_add<1>(parts + (i64)(segment.first + c) * WIDTH, lane, acc);
+            parts_add<PARTS_AHEAD>(own_parts + c * WIDTH, lane, acc);
+        for (; c + AHEAD <= segment.parts; c += AHEAD) parts_add<AHEAD>(own_parts + c * WIDTH, lane, acc);
+        for (; c < segment.parts; c++) parts_add<1>(own_parts + c * WIDTH, lane, acc);
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
