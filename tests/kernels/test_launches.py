@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sharding.ranks import padded
 
 import tieredemb as te
 from tieredemb.cache.base import PlanKind
@@ -341,7 +342,7 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     counts = words[11:].view(3, 5)[:, 1 : 1 + 2 * len(chosen)]
     given = BagInputs(ids, edges, words[:3], words[3:].data_ptr())
     bags = width.find(width.find_bags(batch, given), counts)
-    assert (bags.requested.shape, bags._order.shape) == ((10,), (10,))
+    assert bags._order.shape == (10,)
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)
@@ -386,16 +387,12 @@ def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, s
             part_of_it.zero_()
     bags = width.find(written, counts, finds_firsts=finds_firsts)
     assert marked == [[finds_firsts and not part.is_table_wise] * 3] * (count > 0)
-    bags.pad(Bound(5, None), samples)
+    held, bound = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)], Bound(5, None)
+    assert padded(part, bags, bound, samples).shape == (3, 2 + 5 + max(held) * samples)
     bags._order.zero_()
-    held = {RowWise: [0, 0, 0], TableWise: [1, 1, 0], Replicated: [2, 2, 2]}[type(sharding)]
-    assert bags.sent == [2 + 5 + max(held) * samples] * 3
-    assert bags.requested.shape == (sum(bags.sent),)
-    assert bags.ids == [5, 5, 5]
-    assert bags.grads == ([its * samples for its in held] if part.is_table_wise else [5, 5, 5])
-    assert bags.back == ([] if part.copies > 1 else bags.grads)
     rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
-    assert rows.shape == (sum(bags.grads), 8)
+    assert rows.shape == (sum(held) * samples if part.is_table_wise else 15, 8)
+    assert len(rows) == sum(part.gradient_sizes(bound, samples, 0)[0])
     assert (scale is None) == part.is_table_wise
     assert scale is None or scale.shape == (15,)
     if part.is_table_wise:
@@ -418,7 +415,7 @@ def test_received_messages_are_joined_by_launches_that_fit(launched, sharding, s
     pooled = [PooledFeature(p, k, f) for p, its in enumerate(order.pooled) for k, f in enumerate(its)]
     joiner = Joiner(parts, 2, order.order.tolist(), pooled, torch.device("cpu"))
     bounds = [Bound(5, rows)] * len(parts)
-    messages = [torch.zeros(sum(part.message), dtype=torch.int64) for part in order.of(samples, bounds).parts]
+    messages = [torch.zeros(2, part.message_size(bounds[0], samples), dtype=torch.int64) for part in parts]
     joined = joiner.join(messages, samples, bounds)
     bags = len(pooled) * 2 * samples
     assert (joined.ids.shape, joined.row.shape) == ((10 * len(parts),), (10 * len(parts),))

@@ -85,6 +85,15 @@ def parted(tables, batches, values):
     return [torch.cat(pieces[rank :: len(batches)]) for rank in range(len(batches))]
 
 
+def padded(part, bags, bound, samples, device="cpu"):
+    """The messages that `bags` of a `part` become, one to each rank."""
+    size = part.message_size(bound, samples)
+    beside = torch.full((part.ranks * part.copies, size + 3), 77, dtype=torch.int64, device=device)  # of other parts
+    bags.pad(bound, samples, beside[:, 1 : 1 + size])
+    assert bool((beside[:, [0, -2, -1]] == 77).all())
+    return beside[:, 1 : 1 + size]
+
+
 def step_of(model, batch, *, weighted):
     """`weighted`: with weights of the samples and their gradient, "constant": without it."""
     ids, offsets, weights, upstream = batch

@@ -10,14 +10,14 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import SHAPES
-from sharding.test_padded_requests import BOUND, RANKS, messages_of, request_of
+from sharding.test_padded_requests import BOUND, RANKS, gradients_of, messages_of, request_of
 
 import tieredemb as te
 from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.device_padding import Joiner, Sender, pad_bags
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import Padding, firsts_of, message, plain_ids, read
+from tieredemb.sharding.padding import Padding, firsts_of, plain_ids, read, write_messages
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -53,8 +53,8 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, sharding, rows):
     assert bool((mine.picked <= max(0, count - 1)).all())
     weighed, of_device = [], []
     with torch.device("cpu"):
-        grads = [[torch.randn(sum(part.grads), 4)] for part in known.parts]
-        for part, each in zip(known.parts, grads, strict=True):
+        grads = gradients_of(parts, rank, rows)
+        for part, each in zip(parts, grads, strict=True):
             each += [] if part.is_table_wise else [torch.randn(RANKS * BOUND)]
         expected = known.gradient(SimpleNamespace(weigh=weighed.append), grads)
     given = [[values.cuda() for values in each] for each in grads]
@@ -112,8 +112,8 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
         ids = torch.randint(1000, (ranks, bound))
         if once:
             ids = torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)
-        values = torch.cat([counts, ids], 1).view(-1)
-        received = read(values, features, bound, 0, 0, 0)
+        values = torch.cat([counts, ids], 1)
+        received = read(values, features, bound, 0, 0)
         starts = torch.cumsum(received.counts, 1) - received.counts + torch.arange(ranks)[:, None] * bound
         spans = zip(starts.T.reshape(-1).tolist(), received.counts.T.reshape(-1).tolist(), strict=True)
         entries = torch.cat([torch.arange(start, start + count) for start, count in spans])
@@ -133,7 +133,7 @@ def test_messages_of_any_size_are_joined(counts, bound, once):
 
 def test_whatever_was_received_nothing_lies_beyond_a_block():
     for counts in ([-5, 3], [2**62, 2**62], [-(2**63), 2**63 - 1]):
-        values = torch.tensor([*counts, *range(9)] * 2).cuda()
+        values = torch.tensor([[*counts, *range(9)]] * 2).cuda()
         its = joined(values, 2, 2, 9, 4)
         assert bool(((its.joined >= 0) & (its.joined <= 18) & (its.row >= 0) & (its.row < 18)).all())
         assert bool((its.edges.diff() >= 0).all())
@@ -154,9 +154,15 @@ def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
         Padding(counts[:, features:].sum(1), rows).move(expected)
         beside = torch.full((ranks, 2 * features + 3), 77)  # of another part
         beside[:, 1 : 1 + 2 * features] = counts
+        known = torch.full((ranks, features + bound + 2), 77)  # messages of other parts lie beside
+        write_messages(known[:, 1:-1], counts[:, :features], of_ids.pad(ids))
     on_gpu, its = beside.cuda()[:, 1 : 1 + 2 * features], its.cuda()
     sender, none = Sender(row_wise(ranks, features), torch.device("cuda")), torch.zeros(1, dtype=torch.int64).cuda()
-    padded = pad_bags(sender, on_gpu, order.cuda(), ids.cuda(), its, none, bound=Bound(bound, rows), batch=0, samples=0)
+    found = torch.full_like(known, 77, device="cuda")
+    padded = pad_bags(
+        sender, on_gpu, order.cuda(), ids.cuda(), its, none, found[:, 1:-1], bound=Bound(bound, rows), batch=0,
+        samples=0,
+    )  # fmt: skip
     assert equal(padded.order.cpu(), of_ids.pad(order))
-    assert equal(padded.values.cpu(), message(counts[:, :features], of_ids.pad(ids)).values)
+    assert equal(found.cpu(), known)
     assert equal(its.cpu(), expected)

@@ -35,7 +35,7 @@ class Ranks:
 
     def given(self, each, seed):
         random = torch.Generator(self.device).manual_seed(seed)
-        shape = (self.size * each,)
+        shape = (self.size, each)
         return [torch.randint(-(2**62), 2**62, shape, generator=random, device=self.device) for _ in range(self.size)]
 
     def send(self, *rounds, late=None, slow=None, ranks=None):
@@ -55,15 +55,14 @@ class Ranks:
         if ranks is None:
             torch.cuda.synchronize()
         for address, its in zip(managed, received, strict=False):
-            words = (ctypes.c_int64 * len(its[slow])).from_address(address)
-            its[slow] = torch.frombuffer(words, dtype=torch.int64).to(self.device)
+            words = (ctypes.c_int64 * its[slow].numel()).from_address(address)
+            its[slow] = torch.frombuffer(words, dtype=torch.int64).view_as(its[slow]).to(self.device)
             free_managed(address)
         return received
 
     def check(self, given, received):
-        blocks = [values.chunk(self.size) if len(values) else [values] * self.size for values in given]
         for rank, found in enumerate(received):
-            assert torch.equal(found, torch.cat([each[rank] for each in blocks]))
+            assert torch.equal(found, torch.stack([each[rank] for each in given]))
         for memory in self.memory:
             assert int(memory[-1]) == 0  # nothing is written behind the regions
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from devices import assert_close, equal
+from sharding.ranks import padded
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
@@ -53,7 +54,7 @@ def a_batch(shape, modes, rng):
 
 
 def finders(tables, ranks, sharding, **keywords):
-    """What finds bags, on a CPU and on a GPU, the width of each part, and ΣD."""
+    """What finds bags, on a CPU and on a GPU, the parts, and ΣD."""
     layout = Layout(tables, ranks, sharding)
     widths = [table.embedding_dim for table in tables for _ in table.features]
     columns = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
@@ -68,7 +69,7 @@ def finders(tables, ranks, sharding, **keywords):
             device=device, check_ids="deferred", **keywords,
         )  # fmt: skip
         made.append(bag_finder(layout, parts, config))
-    return made, [part.space.width for part in parts], int(columns[-1])
+    return made, parts, int(columns[-1])
 
 
 def batch_on(device, ids, offsets, samples, places=None):
@@ -85,12 +86,11 @@ def are_as(one, other):
     assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
 
 
-def requested_of(bags, features, bound, samples):
+def requested_of(messages, part, bound):
     """The message to each rank, without the padding of its block."""
-    pieces = []
-    for piece in bags.requested.cpu().split(bags.sent):
+    pieces, features = [], len(part.owner)
+    for piece in messages.cpu():
         counts, ids, lengths = piece[:features], piece[features : features + bound], piece[features + bound :]
-        assert len(lengths) % max(1, samples) == 0
         pieces += [counts, ids[: counts.sum()], lengths]
     return torch.cat(pieces)
 
@@ -103,10 +103,11 @@ def test_gradients_go_to_each_rank(shape, modes):
     rng, ranks, rank = np.random.default_rng(5), 3, 1
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     samples, bound = SHAPES[shape][1], len(ids) + 5
-    (_, find), widths, columns = finders(tables, ranks, RowWise())
+    (_, find), parts, columns = finders(tables, ranks, RowWise())
     grad = torch.from_numpy(rng.standard_normal((samples, columns))).float().cuda()
-    for width, bags in zip(widths, find(batch_on(GPU, ids, offsets, samples))[0], strict=True):
-        bags.pad(Bound(bound, None), samples)
+    for part, bags in zip(parts, find(batch_on(GPU, ids, offsets, samples))[0], strict=True):
+        width = part.space.width
+        padded(part, bags, Bound(bound, None), samples, GPU)
         out = torch.zeros((samples, columns), device=GPU)
         rows = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float().cuda()
         bags.pool(rows, None, out, keep=True, keep_rows=False)
@@ -135,7 +136,7 @@ def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once
     kinds = {1: TableWise(), 3: Replicated()}
     sharding = {table.name: kinds.get(t % 8, RowWise()) for t, table in enumerate(tables)}
     samples, most_samples = SHAPES[shape][1], SHAPES[shape][1] + 3 * is_known
-    both, widths, columns = finders(tables, ranks, sharding)
+    both, parts, columns = finders(tables, ranks, sharding)
     most = [find(batch_on(where, ids, offsets, samples))[1] for find, where in zip(both, (CPU, GPU), strict=True)]
     assert most[0] == most[1]
     requested = [each.ids for each in most[0]]
@@ -149,22 +150,25 @@ def test_rows_are_requested_pooled_and_trained_as_on_a_cpu(shape, is_known, once
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         given = batch_on(device, ids, offsets, samples)
         for number, bags in enumerate((find(given) if is_known else find.find_unchecked(given, finds_firsts=once))[0]):
-            rng, width = np.random.default_rng(number), widths[number]
-            bound, rows = (each + 5 for each in most[0][number])
-            bags.pad(Bound(bound, rows if once else None), most_samples)
-            space = bags._part.space.space if device == GPU else bags.space
-            features = len(space.features)
-            messages = requested_of(bags, features, bound, most_samples)
-            live = torch.cat([piece[:features].sum()[None] for piece in bags.requested.cpu().split(bags.sent)])
-            slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
-            rows = torch.from_numpy(rng.standard_normal((sum(bags.back) or features * most_samples, width))).float()
-            every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
+            rng, part = np.random.default_rng(number), parts[number]
+            ids_of_rank, rows = (each + 5 for each in most[0][number])
+            bound, width, features = Bound(ids_of_rank, rows if once else None), part.space.width, len(part.owner)
+            messages = padded(part, bags, bound, most_samples, device)
+            live = messages[:, :features].sum(1).cpu()
+            slots = [torch.arange(int(n), device="cpu") + bound.ids * rank for rank, n in enumerate(live)]
+            slots = torch.cat(slots)
+            back = sum(part.row_sizes(bound, most_samples, 0)[1]) or features * most_samples
+            rows = torch.from_numpy(rng.standard_normal((back, width))).float()
+            every = torch.from_numpy(rng.standard_normal((ranks * bound.ids, width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
-            gathered += [messages, torch.tensor([*bags.ids, *bags.back, *bags.grads])]
+            gathered.append(requested_of(messages, part, bound.ids))
             rows, scale = bags.gradient(grad.to(device), float(ranks))
-            is_slots = bags.ids == bags.grads
-            gathered += [rows.cpu()[slots] if is_slots else rows, None if scale is None else scale.cpu()[slots]]
+            assert len(rows) == sum(part.gradient_sizes(bound, most_samples, 0)[0])
+            gathered += [
+                rows if part.is_table_wise else rows.cpu()[slots],
+                None if scale is None else scale.cpu()[slots],
+            ]
             if weights is not None:
                 mine = bags.sent_weights(its)
                 gathered.append(None if mine is None else mine.cpu()[slots])
@@ -179,15 +183,16 @@ def test_features_may_come_in_another_order():
     tables, ids, offsets = a_batch("several ids", ("sum",), rng)
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=500, embedding_dim=(4, 6)[t % 2]) for t in range(9)]
     places = Places((3, 0, 8, 1, 9, 5, 2, 7, 4), 10)  # table 2 of the batch has two features
-    both, *_ = finders(tables, 3, {table.name: TableWise() if t < 4 else RowWise() for t, table in enumerate(tables)})
+    sharding = {table.name: TableWise() if t < 4 else RowWise() for t, table in enumerate(tables)}
+    both, parts, _ = finders(tables, 3, sharding)
     host, device = (
         find(batch_on(where, ids, offsets, 500, places))[0] for find, where in zip(both, (CPU, GPU), strict=True)
     )
-    for mine, theirs in zip(host, device, strict=True):
-        messages = []
-        for bags in (mine, theirs):
-            bags.pad(Bound(len(ids), None), 500)
-            messages.append(requested_of(bags, len(mine.space.features), len(ids), 500))
+    for part, mine, theirs in zip(parts, host, device, strict=True):
+        messages = [
+            requested_of(padded(part, bags, Bound(len(ids), None), 500, where), part, len(ids))
+            for bags, where in ((mine, CPU), (theirs, GPU))
+        ]
         assert equal(*messages)
 
 
@@ -197,14 +202,14 @@ def test_a_row_of_many_occurrences_is_requested_once(rows):
     count = 300_000
     ids = (np.random.default_rng(3).random(count) ** 2 * rows).astype(np.int64)
     tables = [te.TableConfig(name="t", num_embeddings=rows, embedding_dim=4)]
-    both, *_ = finders(tables, 2, RowWise())
+    both, (part,), _ = finders(tables, 2, RowWise())
     outs, messages, different = [], [], np.unique(ids)
     for find, where in zip(both, (CPU, GPU), strict=True):
         (bags,), (most,) = find(batch_on(where, ids, np.arange(count + 1), count))
         assert most.rows == max(np.bincount(different % 2))
-        bags.pad(Bound.just(most), count)
-        messages.append(requested_of(bags, 1, most.ids, count))
-        received = torch.from_numpy(np.random.default_rng(4).standard_normal((sum(bags.back), 4))).float()
+        bound = Bound.just(most)
+        messages.append(requested_of(padded(part, bags, bound, count, where), part, bound.ids))
+        received = torch.from_numpy(np.random.default_rng(4).standard_normal((2 * bound.row_count, 4))).float()
         outs.append(torch.zeros((count, 4), device=where))
         bags.pool(received.to(where), None, outs[-1], keep=False, keep_rows=False)
     assert equal(*messages)

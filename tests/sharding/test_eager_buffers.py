@@ -14,6 +14,7 @@ import torch
 
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.sharding import eager_buffers
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.eager_buffers import LACKING, EagerBuffers
 from tieredemb.sharding.header import Bound
 from tieredemb.sharding.peer_exchange import words_of_region
@@ -67,10 +68,7 @@ def part_of(space, *, is_table_wise):
     """A part, of whose features the ranks hold one more than the rank before, if they hold them whole."""
     held = [len(space.features) // RANKS + k for k in (-1, 0, 1)]
     owner = np.repeat(np.arange(RANKS), held) if is_table_wise else np.full(len(space.features), -1)
-    return SimpleNamespace(
-        is_table_wise=is_table_wise, space=space, owner=owner, held=held, ranks=RANKS, copies=1,
-        most_held=is_table_wise * max(held),
-    )  # fmt: skip
+    return Part(space, owner, RANKS, 1, sends_padding=False)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devices import equal
-from sharding.ranks import SHAPES, batch_of, sharding_of, tables_of
+from sharding.ranks import SHAPES, batch_of, padded, sharding_of, tables_of
 
 from tieredemb.sharding.bags import parts_of
 from tieredemb.sharding.header import Bound
@@ -34,18 +34,22 @@ def messages_of(rank, sharding, shape, rows=None):
     for other in range(RANKS):
         ids, offsets, *_ = batch_of(TABLES, 0, other, samples=some, shape=shape)
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
-        for part, bags in enumerate(HostFinder(layout, parts)(batch)[0]):
-            bags.pad(Bound(BOUND, rows), MOST)
-            received[part].append(bags.requested.split(bags.sent)[rank])
-    return parts, [torch.cat(its) for its in received]
+        for part, bags, its in zip(parts, HostFinder(layout, parts)(batch)[0], received, strict=True):
+            its.append(padded(part, bags, Bound(BOUND, rows), MOST)[rank])
+    return parts, [torch.stack(its) for its in received]
 
 
 def request_of(parts, received, rank, *, device="cpu", rows=None):
     requests = RequestLayout(parts, rank, RANKS, torch.device(device))
     request = requests.of(MOST, [Bound(BOUND, rows)] * len(parts))
-    assert [len(values) for values in received] == [sum(part.message) for part in request.parts]
     request.take(received)
     return request
+
+
+def gradients_of(parts, rank, rows=None):
+    """Of each part what its owner may receive in a backward, without factors."""
+    sizes = [part.gradient_sizes(Bound(BOUND, rows), MOST, rank)[1] for part in parts]
+    return [[torch.randn(sum(its), 4)] for its in sizes]
 
 
 @pytest.mark.parametrize("sharding", ["rows", "tables", "copies", "every other"])
@@ -81,7 +85,7 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
     features = len(parts[row_wise].space.features)
     of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
     firsts, requested = 0, 0
-    for block, piece in enumerate(received[row_wise].split(request.parts[row_wise].message)):
+    for block, piece in enumerate(received[row_wise]):
         ids = piece[features : features + BOUND][: int(piece[:features].sum())]
         first = [position for position, each in enumerate(ids.tolist()) if each >= 0]
         picked = stack.picked[block * rows : block * rows + len(first)].tolist() if count else []
@@ -89,8 +93,8 @@ def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape)
         firsts, requested = firsts + len(first), requested + len(ids)
     assert len(of_entry) == requested
     assert firsts < requested or shape != "long"
-    assert request.parts[row_wise].answer == [rows] * RANKS
-    grads = [[torch.randn(sum(part.grads), 4)] for part in request.parts]
+    assert parts[row_wise].row_sizes(Bound(BOUND, rows), MOST, rank) == ([rows] * RANKS, [rows] * RANKS)
+    grads = gradients_of(parts, rank, rows)
     found = request.gradient(SimpleNamespace(weigh=None), grads)
     assert equal(found[stack.bags :], grads[row_wise][0])
     assert len(found) == stack.rows

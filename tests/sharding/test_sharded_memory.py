@@ -43,11 +43,12 @@ def runs_short(rank, size, where):
     model, errors = model_of(sharding=sharding_of("every other" if where == "together" else "rows", TABLES)), []
     context, gradient = model._ranks._context, Request.gradient
     exchange, find = context.exchange, context.find
+    sending = exchange.sending
     for step in range(4):
         ids, offsets, _, upstream = batch(step, rank)
         fails = (rank, step) == (1, 1)
         if fails and where == "rows":
-            exchange.receive_buffer = short(Exchange.receive_buffer)
+            exchange.sending = short(exchange.sending)
 
         if fails and where == "pooled":
 
@@ -60,13 +61,13 @@ def runs_short(rank, size, where):
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
             if fails and where == "gradients":
-                exchange.receive_buffer = short(Exchange.receive_buffer)
+                exchange.sending = short(exchange.sending)
             if fails and where == "together":
                 Request.gradient = none_left
             out.backward(upstream)
 
         errors.append(raised(run))
-        exchange.receive_buffer, Request.gradient = Exchange.receive_buffer, gradient
+        exchange.sending, Request.gradient = sending, gradient
         context.find = find
     weights = dict(model.state_dict())
     model.close()

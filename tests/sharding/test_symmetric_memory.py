@@ -7,11 +7,13 @@ import os
 import tempfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed._symmetric_memory
 
 from tieredemb.sharding import exchange, symmetric
+from tieredemb.sharding.bags import Part
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import RankLocation
 from tieredemb.sharding.header import Bound
@@ -20,6 +22,11 @@ from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.symmetric import BufferSpec, SymmetricMemory
 
 HERE = [RankLocation("host", "gpu0", ""), RankLocation("host", "gpu1", "")]
+
+
+def part_of(space, *, is_table_wise):
+    """A part of three features, of which the second rank holds two, if tables are held whole."""
+    return Part(space, np.array([0, 1, 1] if is_table_wise else [-1, -1, -1]), 2, 1, sends_padding=False)
 
 
 def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None, has_whole=True):
@@ -33,7 +40,7 @@ def memory_of(locations, *, device="cuda:0", has_nccl=True, flags=None, has_whol
         headers.append(flag)
         return SimpleNamespace(flags=[flag, *[theirs] * (len(locations) - 1)])
 
-    part = SimpleNamespace(most_held=2 * has_whole, space=SimpleNamespace(features=[0, 1, 2]))
+    part = part_of(SimpleNamespace(), is_table_wise=has_whole)
     context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce, parts=[(part, None)])
     return SymmetricMemory(context), headers
 
@@ -226,11 +233,7 @@ def captures_of(gpus, monkeypatch):
 
 def _captures_of(monkeypatch, row_bound, *, has_whole):
     def part(width, *, is_table_wise):
-        owner = [0, 1, 1] if is_table_wise else [-1, -1, -1]
-        return SimpleNamespace(
-            is_table_wise=is_table_wise, space=SimpleNamespace(width=width, features=[0, 1, 2]), owner=owner,
-            held=[1, 2], ranks=2, copies=1, most_held=2 * is_table_wise,
-        )  # fmt: skip
+        return part_of(SimpleNamespace(width=width), is_table_wise=is_table_wise)
 
     tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
     of_widths = [[part(4, is_table_wise=False), part(4, is_table_wise=has_whole)], [part(8, is_table_wise=False)]]

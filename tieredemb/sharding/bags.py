@@ -65,6 +65,29 @@ class Part:
         """How many features' bags any rank pools at most."""
         return max(self.held) if self.is_table_wise else 0
 
+    def message_size(self, bound: Bound, samples: int) -> int:
+        """How many words a rank sends each other one, where none has more `samples`: see `write_messages`."""
+        return len(self.owner) + bound.ids + self.most_held * samples
+
+    def row_sizes(self, bound: Bound, samples: int, rank: int) -> tuple[list[int], list[int]]:
+        """How many rows a forward sends from `rank` to each one, and how many it receives from each: of row-wise tables
+        as many as may come back, of table-wise ones a bag for each feature and sample, and none where all ranks hold
+        the tables."""
+        if not self.is_table_wise:
+            sizes = [bound.row_count] * self.ranks
+            return sizes, sizes
+        if self.copies > 1:
+            return [], []
+        return [self.held[rank] * samples] * self.ranks, [held * samples for held in self.held]
+
+    def gradient_sizes(self, bound: Bound, samples: int, rank: int) -> tuple[list[int], list[int]]:
+        """The same for the gradients of a backward: one for each id, or for each bag."""
+        if not self.is_table_wise:
+            sizes = [bound.ids] * self.ranks
+            return sizes, sizes
+        bags = [held * samples for held in self.held] * self.copies
+        return bags, [bags[rank]] * len(bags)
+
     def held_by(self, rank: int) -> Array:
         """Which features' bags a rank pools, bool (F,)."""
         is_held: Array = (self.owner == rank) | (self.copies > 1)
@@ -95,31 +118,21 @@ def parts_of(
 
 
 class Bags(Protocol):
-    """The bags of one part in one batch; tensors lie on the tables' device. Once they are padded (`pad`):
+    """The bags of one part in one batch; tensors lie on the tables' device. They are padded first (`pad`). Rows come
+    back as `Part.row_sizes` says, (·, D), and of table-wise tables one for each bag, by sample and feature."""
 
-    `requested`: int64 (M,), the values of a `Message` · `sent`: how many of these each rank is sent · `ids`: how many
-    of them are ids · `back`: how many rows come back from each rank, (·, D), or of table-wise tables one for each bag,
-    by sample and feature; empty where they stay here · `grads`: how many gradients each rank is sent: one for each id,
-    or for each bag."""
-
-    requested: torch.Tensor
-    sent: list[int]
-    ids: list[int]
-    back: list[int]
-    grads: list[int]
-
-    def pad(self, bound: Bound, samples: int) -> None:
-        """Makes a `Message` of one size of what is requested, which the `bound` takes: each rank is sent as many ids,
-        and as many weights, and gradients of row-wise tables. As many rows come back, and no id is inverted; or
-        `bound.rows` come back. Owners that pool bags do so for as many `samples` as any rank has: where there are fewer
-        here, the others are without ids. Does not synchronise."""
+    def pad(self, bound: Bound, samples: int, into: torch.Tensor) -> None:
+        """Writes what is requested of each rank, which the `bound` takes, `into` messages of one size, int64 (W, M):
+        see `write_messages`. Each rank is sent as many ids, and as many weights, and gradients of row-wise tables. As
+        many rows come back, and no id is inverted; or `bound.rows` come back. Owners that pool bags do so for as many
+        `samples` as any rank has: where there are fewer here, the others are without ids. Does not synchronise."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
-        """The weights of the requested ids, float32 (K,), where their owner pools them; of `weights`, floats (N,), of
-        the samples. Does not synchronise."""
+        """The weights of the requested ids, float32 (W · bound,), where their owner pools them; of `weights`, floats
+        (N,), of the samples. Does not synchronise."""
 
     def keep(self, every: torch.Tensor) -> None:
-        """Keeps the rows of all ids, (K, D), for the gradient of their weights, where their owner pools them."""
+        """Keeps the rows of all ids, (·, D), for the gradient of their weights, where their owner pools them."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool

@@ -35,14 +35,14 @@ from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.streams import side_by_side
 from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.backward import ReadyGradients, apply
-from tieredemb.sharding.bags import Bags
+from tieredemb.sharding.bags import Bags, Part
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.eager_buffers import EagerBuffers
 from tieredemb.sharding.exchange import Exchange, LeavingOnError, Sending
 from tieredemb.sharding.finder import recorded_requests
 from tieredemb.sharding.header import Bound, Bounds, Counts, Header, LargestRequest, Phase, bounds_take
-from tieredemb.sharding.request import Request, RequestPart
+from tieredemb.sharding.request import Request
 from tieredemb.sharding.stats import GRADIENTS, IDS, ROWS
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.sharding.symmetric import SymmetricRows
@@ -280,14 +280,13 @@ class ShardedCall:
             assert self._kept_batch is not None
             self._bags = self._recorded.unpadded(self._kept_batch)
         requests = self.context.requests(samples, bounds)
-        padded = zip(self._bags, bounds, strict=True)
         beside = "requests" if self.row_bound is None else "requests ahead"  # on different branches of a step's graph
-        pads = [functools.partial(bags.pad, bound, samples) for bags, bound in padded]
+        sizes = self.context.message_sizes(bounds, samples)
+        given = torch.empty((exchange.size, sum(sizes)), dtype=torch.int64, device=self.context.device)
+        padded = zip(self._bags, bounds, given.split(sizes, 1), strict=True)
+        pads = [functools.partial(bags.pad, bound, samples, into) for bags, bound, into in padded]
         side_by_side(self.context.device, pads, beside)
-        messages = [part.message for request in requests for part in request.parts]
-        received = exchange.joined(
-            [bags.requested for bags in self._bags], [bags.sent for bags in self._bags], messages, peers
-        )
+        received = exchange.send(exchange.sending_blocks(given), IDS, peers).split(sizes, 1)
         taken = zip(requests, self._by_shard(received), strict=True)
         side_by_side(self.context.device, [functools.partial(request.take, its) for request, its in taken], beside)
         return requests
@@ -308,11 +307,6 @@ class ShardedCall:
     def _gpu_bags(self) -> Sequence[GpuBags]:
         """The bags of each part; those of parts with buffers are on a GPU."""
         return cast("Sequence[GpuBags]", self._bags)
-
-    @property
-    def _parts(self) -> list[RequestPart]:
-        """What is requested of this rank, for the parts of all shards."""
-        return [part for request in self._requests for part in request.parts]
 
     def may_fetch_first(self, flag: int) -> bool:
         """Whether the forward of a planned call may look its rows up before it announces itself, and announce both by
@@ -366,7 +360,7 @@ class ShardedCall:
             for bags, rows_to_send in kept:
                 rows_of_ids = exchange.send(rows_to_send, ROWS)
                 if self._requests_weight_gradient[exchange.rank]:
-                    bags.keep(rows_of_ids)
+                    bags.keep(rows_of_ids.view(-1, rows_of_ids.shape[-1]))
         context.captures.rows_sent()
         return True
 
@@ -385,7 +379,8 @@ class ShardedCall:
         for shard, request, weights_of_shard, buffers in zip(
             context.shards, self._requests, of_weights, of_buffers, strict=True
         ):
-            call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
+            call = shard.engine.begin(request.batch, shard.context, trains=trains, recomputed=recomputed, within=None)
+            assert isinstance(call, Call)  # a request is planned by itself
             self._calls.append(call)
             buffer = None if request.row_wise is None else buffers[request.row_wise]
             call.rows_to = None if buffer is None or buffer.rows is None else buffer.rows.to
@@ -393,9 +388,11 @@ class ShardedCall:
             rows_of_parts += found[0]
             rows_of_all_ids += found[1]
         sending = list[Sending | SymmetricRows]()
-        for answer, part, bags, buffer in zip(rows_of_parts, self._parts, self._gpu_bags, self._buffers, strict=True):
+        each = zip(rows_of_parts, context.parts, self._bounds, self._gpu_bags, self._buffers, strict=True)
+        for answer, (part, _), bound, bags, buffer in each:
             if buffer is None or buffer.rows is None:
-                sending.append(context.exchange.sending(answer, part.answer, bags.back))
+                sizes = part.row_sizes(bound, self._samples, context.exchange.rank)
+                sending.append(context.exchange.sending(answer, *sizes))
                 continue
             if part.is_table_wise:
                 bags.spread(answer, buffer.rows.to)
@@ -418,8 +415,8 @@ class ShardedCall:
                 for (part, _), its in zip(self.context.parts, whole, strict=True)
             ]
             if all(
-                part.is_table_wise or its.is_for(part.answer[0], part.grads[0])
-                for part, its in zip(self._parts, whole, strict=True)
+                part.is_table_wise or its.is_for(bound)
+                for (part, _), its, bound in zip(self.context.parts, whole, self._bounds, strict=True)
             ):
                 return buffers
         self._memory = None  # also where a captured forward was not planned ahead, as others of its step were
@@ -468,22 +465,22 @@ class ShardedCall:
     def _exchange_weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Of each part whose bags this rank pools for others, the weights of the ids that are requested of it."""
         found: list[torch.Tensor | None] = [None] * len(self._bags)
-        if weights is None or not any(part.is_table_wise for part in self._parts):
+        if weights is None or not any(part.is_table_wise for part, _ in self.context.parts):
             return found
         exchange, failed = self.context.exchange, None
         sending: dict[int, Sending] = {}
         try:
             self._record_stream(weights)
-            for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
+            for number, bags in enumerate(self._bags):
                 own_weights = bags.sent_weights(weights)
                 if own_weights is not None:
-                    sending[number] = exchange.sending(own_weights, bags.ids, part.order)
+                    sending[number] = exchange.sending_blocks(own_weights.view(exchange.size, -1))
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
         with LeavingOnError(exchange):
             for number, each in sending.items():
-                found[number] = exchange.send(each, IDS)
+                found[number] = exchange.send(each, IDS).view(-1)
         return found
 
     @property
@@ -494,17 +491,14 @@ class ShardedCall:
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
         """The rows of ids that owners pool, to be sent to the ranks that request the gradient of weights."""
         exchange, kept, requests_gradient = self.context.exchange, [], self._requests_weight_gradient
-        is_own_requested = requests_gradient[exchange.rank]
-        for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
-            if rows is not None and not part.answer:
+        received = [int(requests_gradient[exchange.rank])] * exchange.size  # blocks
+        for bags, (part, _), bound, rows in zip(self._bags, self.context.parts, self._bounds, every, strict=True):
+            if rows is not None and part.copies > 1:
                 kept.append((bags, exchange.sending(rows, [], [])))
             elif rows is not None:
-                pieces = rows.split(part.order)
-                rows = torch.cat(
-                    [its for its, is_requested in zip(pieces, requests_gradient, strict=True) if is_requested]
-                )
-                sent = [n * is_requested for n, is_requested in zip(part.order, requests_gradient, strict=True)]
-                kept.append((bags, exchange.sending(rows, sent, [n * is_own_requested for n in bags.ids])))
+                blocks = rows.unflatten(0, (exchange.size, bound.ids))
+                given = torch.stack([its for its, is_sent in zip(blocks, requests_gradient, strict=True) if is_sent])
+                kept.append((bags, exchange.sending(given, [*map(int, requests_gradient)], received)))
         return kept
 
     def complete(self) -> bool:
@@ -546,18 +540,20 @@ class ShardedCall:
         # other ranks write to eager buffers again in their next forward
         is_kept = self._memory is context.eager_buffers and context.updater.keeps_gradients
 
-        def make_ready(bags: GpuBags, part: RequestPart, buffer: PartBuffers | None) -> None:
+        def make_ready(bags: GpuBags, part: Part, bound: Bound, buffer: PartBuffers | None) -> None:
             rows: torch.Tensor | None = None
             if buffer is None:
                 rows, scale = bags.gradient(grad, context.divisor)
             else:
                 scale = bags.send_gradient(grad, context.divisor, buffer.grads.to, exchange.rank)
             given = [values for values in (rows, scale) if values is not None]
-            of_part = [exchange.sending(values, bags.grads, part.grads) for values in given]
+            sizes = part.gradient_sizes(bound, self._samples, exchange.rank)
+            of_part = [exchange.sending(values, *sizes) for values in given]
             sending.append([*of_part] if buffer is None else [buffer.grads, *of_part])
             kept.append(torch.empty_like(buffer.grads.received) if buffer is not None and is_kept else None)
 
-        each = zip(self._gpu_bags, self._parts, self._buffers_of_gradients(), strict=True)
+        parts = [part for part, _ in context.parts]
+        each = zip(self._gpu_bags, parts, self._bounds, self._buffers_of_gradients(), strict=True)
         side_by_side(context.device, [functools.partial(make_ready, *its) for its in each], "gradients")
         for call in self._calls:
             check_update(call)

@@ -198,6 +198,10 @@ class ShardedContext:
         bounds_of_parts = iter(bounds)
         return [shard.request_layout.of(samples, [next(bounds_of_parts) for _ in shard.parts]) for shard in self.shards]
 
+    def message_sizes(self, bounds: Bounds, samples: int) -> list[int]:
+        """How many words of each part a message of ids has: see `Part.message_size`."""
+        return [part.message_size(bound, samples) for (part, _), bound in zip(self.parts, bounds, strict=True)]
+
     def check_capacity(self, bounds: Bounds) -> None:
         """Raises `InvalidInputError`, on all ranks alike, where an owner cannot plan blocks as large as the
         `bounds`."""

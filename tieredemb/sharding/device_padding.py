@@ -17,7 +17,6 @@ from tieredemb.kernels.constants import MOST_PARTS
 from tieredemb.kernels.streams import on_device
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import size_of
 
 PADDING = "sharding/padding.cu"  # compiled as one
 THREADS, IN_ONE_BLOCK, IN_ONE_WARP = 256, 1024, 32
@@ -34,7 +33,6 @@ class Sender:
 
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part = part
-        self.receivers = part.ranks * part.copies
         self.before: torch.Tensor | int = 0
         self._by_rank: torch.Tensor | int = 0
         if part.is_table_wise:
@@ -49,18 +47,13 @@ class Sender:
             most=self.part.most_held, copies=self.part.copies,
         )  # fmt: skip
 
-    def sizes(self, bound: int, samples: int) -> list[int]:
-        """How many values each rank is sent."""
-        return [size_of(len(self.part.space.features), bound, self.part.most_held, samples)] * self.receivers
-
 
 class PaddedBags(NamedTuple):
-    """Requests in blocks of one size. `order`: int64, the occurrences, `bound` for each different message · `values`:
-    int64 (M,), as in a `padding.Message` · `bags`: int64 (F · B,), which bag each one is that comes back, −1 for a
-    sample that this rank does not have; empty for row-wise tables."""
+    """Requests in blocks of one size. `order`: int64, the occurrences, `bound` for each different message · `bags`:
+    int64 (F · B,), which bag each one is that comes back, −1 for a sample that this rank does not have; empty for
+    row-wise tables."""
 
     order: torch.Tensor
-    values: torch.Tensor
     bags: torch.Tensor
 
 
@@ -71,28 +64,30 @@ def pad_bags(
     ids: torch.Tensor,
     homes: torch.Tensor,
     offsets: torch.Tensor,
+    into: torch.Tensor,
     *,
     bound: Bound,
     batch: int,
     samples: int,
 ) -> PaddedBags:
-    """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound.ids` for each; see `Padding.pad`
-    and `message`. Makes `homes`, int32 (N,), which are numbers of rows, those of entries; see `Padding.move`, and where
-    a row comes back for each id `Padding.place`. `counts`: int64 (W, columns), how many ids of each feature are
-    requested of each rank, and behind those how many rows; of a feature without any, bags are sent as empty ·
-    `offsets`: int64 (F · `batch` + 1,), of all bags · `samples`: of the rank that has most. Does not synchronise."""
+    """Pads occurrences `order` and `ids`, int64 (·,), that lie rank by rank, to `bound.ids` for each, and writes `ids`
+    `into` messages, int64 (W, M); see `Padding.pad` and `write_messages`. Makes `homes`, int32 (N,), which are numbers
+    of rows, those of entries; see `Padding.move`, and where a row comes back for each id `Padding.place`. `counts`:
+    int64 (W, columns), how many ids of each feature are requested of each rank, and behind those how many rows; of a
+    feature without any, bags are sent as empty · `offsets`: int64 (F · `batch` + 1,), of all bags · `samples`: of the
+    rank that has most. Does not synchronise."""
     ranks, device, features = sender.part.ranks, counts.device, len(sender.part.space.features)
     begins = counts.new_empty((2, ranks + 1))
-    padded, values = counts.new_empty(ranks * bound.ids), counts.new_empty(sum(sender.sizes(bound.ids, samples)))
+    padded = counts.new_empty(ranks * bound.ids)
     of_bags = counts.new_empty(features * samples if sender.part.is_table_wise else 0)
     with on_device(device):
         kernel(PADDING, "blocks_begin")(1, IN_ONE_WARP, counts.data_ptr(), counts.stride(0), ranks, features, begins)
         kernel(PADDING, "bags_pad")(
-            blocks_for(max(len(values), len(homes)), THREADS), THREADS, counts.data_ptr(), counts.stride(0), features,
+            blocks_for(max(into.numel(), len(homes)), THREADS), THREADS, counts.data_ptr(), counts.stride(0), features,
             begins, ranks, bound.ids, -1 if bound.rows is None else bound.rows, order, len(order), ids, len(ids), homes,
-            len(homes), sender.bags(offsets, of_bags, batch, samples), padded, values,
+            len(homes), sender.bags(offsets, of_bags, batch, samples), padded, into.data_ptr(), into.stride(0),
         )  # fmt: skip
-    return PaddedBags(padded, values, of_bags)
+    return PaddedBags(padded, of_bags)
 
 
 class Joined(NamedTuple):
@@ -133,7 +128,7 @@ class Joiner:
     ) -> None:
         self._ranks, self._device, self._features = ranks, device, [len(part.space.features) for part in parts]
         self._is_row_wise = not parts[0].is_table_wise  # the first one, if any
-        self._most, held = [part.most_held for part in parts], Counter(its.part for its in pooled)
+        held = Counter(its.part for its in pooled)
         self._bags = len(pooled)  # of each sample
         number = {its.feature: h for h, its in enumerate(pooled)}
         rows = [(*its, held[its.part]) for its in pooled]
@@ -148,10 +143,10 @@ class Joiner:
         )  # fmt: skip
 
     def join(self, messages: Sequence[torch.Tensor], samples: int, bounds: Sequence[Bound]) -> Joined:
-        """Joins the received `messages`, int64 (M,), one for each part; no rank has more `samples`. Does not
+        """Joins the received `messages`, of each part int64 (W, M); no rank has more `samples`. Does not
         synchronise."""
         ranks, device, features, empty = self._ranks, self._device, sum(self._features), messages[0].new_empty
-        a, b, c = self._messages(messages, samples, bounds)
+        a, b, c = self._messages(messages, bounds)
         entries, bags = ranks * sum(bound.ids for bound in bounds), self._bags * ranks * samples
         back, rows, firsts = 0, -1, 0  # all rows that go back, those to each rank, and the entries that may have them
         if self._is_row_wise:
@@ -196,18 +191,17 @@ class Joiner:
             )
         return Joined(edges, joined, ids, row, picked, begins)
 
-    def _messages(self, messages: Sequence[torch.Tensor], samples: int, bounds: Sequence[Bound]) -> list[StructValue]:
+    def _messages(self, messages: Sequence[torch.Tensor], bounds: Sequence[Bound]) -> list[StructValue]:
         """As kernels take them."""
         made, start, first = list[StructValue](), 0, 0
         for k in range(MOST_PARTS):
-            values: torch.Tensor | int = 0
-            bound = features = size = 0
+            values = stride = bound = features = 0
             if k < len(messages):
-                values, bound, features = messages[k].contiguous(), bounds[k].ids, self._features[k]
-                size = size_of(features, bound, self._most[k], samples)
+                values, stride = messages[k].data_ptr(), messages[k].stride(0)
+                bound, features = bounds[k].ids, self._features[k]
             made.append(
                 struct_type(PADDING, "Messages")(
-                    values=values, size=size, bound=bound, start=start, features=features, first=first
+                    values=values, stride=stride, bound=bound, start=start, features=features, first=first
                 )
             )
             start, first = start + self._ranks * bound, first + features

@@ -40,7 +40,7 @@ from tieredemb.sharding.exchange_clock import ExchangeClock
 from tieredemb.sharding.header import NO_FINGERPRINT, WORDS, Announcement, Counts, Header, Phase, UpdateFingerprint
 from tieredemb.sharding.mailbox import Mailbox, open_box
 from tieredemb.sharding.peer_exchange import PeerExchange
-from tieredemb.sharding.stats import IDS, ShardedStats
+from tieredemb.sharding.stats import ShardedStats
 from tieredemb.tables.fingerprint import are_alike
 
 SEVERAL_A_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # the variable by which NCCL takes several ranks on one GPU
@@ -83,7 +83,7 @@ class Exchange:
             raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self.ranks = ranks
+        self.ranks, self._ones = ranks, [1] * len(ranks)
         problem = _timeout_problem(timeout)
         self.timeout = dist.default_pg_timeout if timeout is None or problem else timeout
         self._construction: Construction | None = Construction(group, ranks, self.rank, self.timeout)
@@ -338,24 +338,25 @@ class Exchange:
             raise known(f"rank {rank}: {text}") from error
         raise PeerError(f"rank {rank}: {kind}: {text}") from error
 
-    @staticmethod
-    def receive_buffer(values: torch.Tensor, received_sizes: Sequence[int]) -> torch.Tensor:
-        """An empty tensor for rows like `values` (·, …), `received_sizes` from each rank."""
-        return torch.empty((sum(received_sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
+    def sending_blocks(self, values: torch.Tensor, out: torch.Tensor | None = None) -> Sending:
+        """As `sending`: of `values` (W, …) one block goes to each rank, and one is received from each."""
+        return self.sending(values, self._ones, self._ones, out)
 
-    def sending(self, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]) -> Sending:
+    def sending(
+        self,
+        values: torch.Tensor,
+        sent_sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        out: torch.Tensor | None = None,
+    ) -> Sending:
         """Prepares to send `values` (N, …), the first `sent_sizes[0]` rows to rank 0, the next to rank 1, …; allocates
-        memory for `received_sizes` rows from each. If this is done before the ranks agree to send, no rank runs out of
-        memory while others wait. From a GPU without NCCL it waits for the values. Where `sent_sizes` is empty, as it is
-        on all ranks then, the values stay here."""
+        memory for `received_sizes` rows from each, or takes `out`. If this is done before the ranks agree to send, no
+        rank runs out of memory while others wait. From a GPU without NCCL it waits for the values. Where `sent_sizes`
+        is empty, as it is on all ranks then, the values stay here."""
         if not sent_sizes:
             return Sending(values, [], [], values, values)
-        return self.sending_to(self.receive_buffer(values, received_sizes), values, sent_sizes, received_sizes)
-
-    def sending_to(
-        self, out: torch.Tensor, values: torch.Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int]
-    ) -> Sending:
-        """The same, with memory for what is received: `out`."""
+        if out is None:
+            out = torch.empty((sum(received_sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
         given = self._sendable(values)
         received = out if given.device == out.device else _pinned(out.shape, out.dtype)
         return Sending(given, list(sent_sizes), list(received_sizes), received, out)
@@ -391,36 +392,6 @@ class Exchange:
             yield functools.partial(self.sent.update, self._tally)
         finally:
             self._tally = self.sent
-
-    def joined(
-        self,
-        values: Sequence[torch.Tensor],
-        sent_sizes: Sequence[Sequence[int]],
-        received_sizes: Sequence[Sequence[int]],
-        peers: PeerExchange | None = None,
-    ) -> list[torch.Tensor]:
-        """Exchanges several `values` (·, …) of ids at once; `sent_sizes`, `received_sizes`: of each · `peers`: see
-        `send`. Returns what is received of each."""
-        given, to_each = self.packed(values, sent_sizes)
-        received = self.send(self.sending(given, to_each, [*map(sum, zip(*received_sizes, strict=True))]), IDS, peers)
-        return self.unpacked(received, received_sizes)
-
-    def packed(
-        self, values: Sequence[torch.Tensor], sent_sizes: Sequence[Sequence[int]]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Several `values` as they are sent in one exchange, and how many each rank is sent."""
-        if len(values) == 1:
-            return values[0], list(sent_sizes[0])
-        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent_sizes, strict=True)]
-        given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
-        return given, [*map(sum, zip(*sent_sizes, strict=True))]
-
-    def unpacked(self, received: torch.Tensor, received_sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """What was received of each of them."""
-        if len(received_sizes) == 1:
-            return [received]
-        parts = torch.split(received, [its[rank] for rank in range(self.size) for its in received_sizes])
-        return [torch.cat(parts[k :: len(received_sizes)]) for k in range(len(received_sizes))]
 
     @property
     def is_broken(self) -> bool:

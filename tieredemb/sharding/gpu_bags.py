@@ -43,7 +43,7 @@ from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, halves_of, largest_requests
 from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.padding import copied, table_wise_sizes
+from tieredemb.sharding.padding import copied
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import ReadRows
@@ -258,39 +258,26 @@ class GpuBags:
     """See `Bags`: of row-wise tables. Received rows are pooled like rows in slots, the home of an occurrence being the
     position of its row among them: by the same kernels, in the same order, and so to the same bits."""
 
-    requested: torch.Tensor
-    sent: list[int]
-    ids: list[int]
-    back: list[int]
-    grads: list[int]
-
     def __init__(
         self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, requested: torch.Tensor, counts: torch.Tensor
     ) -> None:
         """`order`, `requested`: int64 (N,), by rank; as many of the first ones as `counts`, int64 (W, 2 F), says."""
         self._part, self._bags = part, bags
         self._order, self._counts = order, counts
-        self.requested = self._requested_rows = requested
+        self._requested = requested
         self._bag_order = order[:0]
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
-    def pad(self, bound: Bound, samples: int) -> None:
-        sender, bags = self._part.sender, self._bags
+    def pad(self, bound: Bound, samples: int, into: torch.Tensor) -> None:
+        bags = self._bags
         if self._part.is_table_wise:  # no rows come back
             bound = Bound(bound.ids, None)
-        self.ids = [bound.ids] * sender.receivers
-        self.back, self.grads = self._sizes(bound, samples)
-        self.sent = sender.sizes(bound.ids, samples)
-        self._order, self.requested, self._bag_order = device_padding.pad_bags(
-            sender, self._counts, self._order, self._requested_rows, bags.homes, bags.offsets, bound=bound,
+        self._order, self._bag_order = device_padding.pad_bags(
+            self._part.sender, self._counts, self._order, self._requested, bags.homes, bags.offsets, into, bound=bound,
             batch=bags.batch, samples=samples,
         )  # fmt: skip
-
-    def _sizes(self, bound: Bound, samples: int) -> tuple[list[int], list[int]]:
-        """`back` and `grads`."""
-        return [bound.row_count] * self._part.ranks, self.ids
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -358,7 +345,7 @@ class GpuBags:
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self._bag_order, self.requested, self._requested_rows)
+        held = (*vars(self._bags).values(), self._order, self._bag_order, self._requested)
         held += (self._counts, self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
@@ -372,7 +359,7 @@ class GpuBags:
             put(self._order),
             put(self._bag_order),
         )
-        self.requested = self._requested_rows = self._counts = self._order[:0]  # they are sent
+        self._requested = self._counts = self._order[:0]  # they are sent
 
     def rebind(self) -> GpuBags:
         """The bags of another forward, which a replay has found and written to these tensors."""
@@ -385,14 +372,10 @@ class GpuTableWiseBags(GpuBags):
     """See `Bags`: of table-wise tables. Padding ids are not sent, unless their row is to be scaled: a bag is as long as
     it has ids to look up."""
 
-    def _sizes(self, bound: Bound, samples: int) -> tuple[list[int], list[int]]:
-        part = self._part.part
-        return table_wise_sizes(part.held, part.copies, samples)
-
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
         if not self._bags.homes.shape[0]:
-            return given.new_zeros(sum(self.ids))
+            return given.new_zeros(len(self._order) * self._part.part.copies)
         sent = (given if self._bags.position is None else given[self._bags.position])[self._order]
         return copied(sent, self._part.part.copies)
 

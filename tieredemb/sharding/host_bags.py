@@ -19,7 +19,7 @@ from tieredemb.sharding.bags import Bags, Part, Wait
 from tieredemb.sharding.header import Bound, LargestRequest, halves_of, largest_requests
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
-from tieredemb.sharding.padding import Padding, message, plain_ids
+from tieredemb.sharding.padding import Padding, plain_ids, write_messages
 from tieredemb.sharding.table_wise_bags import HostTableWiseBags
 from tieredemb.step.batch import Batch
 
@@ -64,12 +64,6 @@ class HostFinder:
 class HostBags:
     """See `Bags`: of row-wise tables. `counts`: see `largest_requests`."""
 
-    requested: torch.Tensor
-    sent: list[int]
-    ids: list[int]
-    back: list[int]
-    grads: list[int]
-
     def __init__(self, part: Part, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
         space, drops = part.space, not part.sends_padding
@@ -87,20 +81,17 @@ class HostBags:
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
-    def pad(self, bound: Bound, samples: int) -> None:
+    def pad(self, bound: Bound, samples: int, into: torch.Tensor) -> None:
         counts, firsts = torch.from_numpy(self.counts).split(len(self.space.features), 1)
         padding, order = Padding(counts.sum(1), bound.ids), self._order
-        homes, requested, rows = torch.from_numpy(self._homes), self._requested, bound.rows
-        if rows is None:
-            rows = bound.ids
+        homes, requested = torch.from_numpy(self._homes), self._requested
+        if bound.rows is None:
             padding.place(homes, torch.from_numpy(order))
             requested = plain_ids(requested)
         else:
-            Padding(firsts.sum(1), rows).move(homes)
+            Padding(firsts.sum(1), bound.rows).move(homes)
         self._order = padding.pad(torch.from_numpy(order)).numpy()
-        self.requested, self.sent = message(counts, padding.pad(requested))
-        self.ids = self.grads = [bound.ids] * len(counts)
-        self.back = [rows] * len(counts)
+        write_messages(into, counts, padding.pad(requested))
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None

@@ -5,16 +5,16 @@
 // features, as any rank pools at most, and for as many samples as any rank has.
 #include "common.cuh"
 
-// The messages of all ranks for one part, each of one `size`, whose entries begin at `start` among those of all parts,
-// and its features at `first`. Where there are fewer parts, the others have no features.
+// The messages of all ranks for one part, which begin `stride` words apart, and whose entries begin at `start` among
+// those of all parts, and its features at `first`. Where there are fewer parts, the others have no features.
 struct Messages {
     const i64 *values;
-    i64 size, bound, start;
+    i64 stride, bound, start;
     int features, first;
 };
 
 __device__ __forceinline__ const i64 *message_of(const Messages &part, i64 rank) {
-    return part.values + rank * part.size;
+    return part.values + rank * part.stride;
 }
 
 // What this rank does with the features of all parts, in the order of the collection. `place` (F,): by part, their
@@ -67,25 +67,25 @@ struct SentBags {
     int copies;
 };
 
-// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `values`, behind the counts of each rank,
-// and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
+// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` into messages, which begin `apart` words from
+// each other, behind the counts of each rank, and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
 // numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
 // inverted. Features of which nothing is requested have bags without ids, and so have samples of other ranks. Moves 32
 // bytes an entry, 8 an occurrence, and 32 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
-    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *values) {
+    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *messages, i64 apart) {
     wait_for_prior_kernel();
-    const i64 length = features + bound, lengths = bags.most * bags.samples, whole = length + lengths;
+    const i64 length = features + bound, lengths = bags.most * bags.samples;
     for (i64 k = thread_index(); k < ranks * bags.copies * length; k += thread_count()) {
         const i64 receiver = k / length, rank = receiver % ranks, at = k - receiver * length;
-        const i64 to = receiver * whole + at;
+        i64 &to = messages[receiver * apart + at];
         if (at < features) {
-            values[to] = counts[rank * stride + at];
+            to = counts[rank * stride + at];
             continue;
         }
         const i64 from = begins[rank] + at - features, id = n_ids ? ids[from < n_ids ? from : n_ids - 1] : 0;
-        values[to] = rows < 0 ? id ^ (id >> 63) : id;
+        to = rows < 0 ? id ^ (id >> 63) : id;
         if (receiver < ranks) {
             padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
         }
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
     for (i64 k = thread_index(); k < ranks * bags.copies * lengths; k += thread_count()) {  // where others pool more
         const i64 receiver = k / lengths, at = k - receiver * lengths;
         const i64 own = (bags.held[receiver + 1] - bags.held[receiver]) * bags.samples;
-        if (at >= own) values[receiver * whole + length + at] = 0;
+        if (at >= own) messages[receiver * apart + length + at] = 0;
     }
     const i64 n_bags = bags.held ? features * bags.samples : 0;
     for (i64 k = thread_index(); k < n_bags; k += thread_count()) {
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
             for (i64 i = bags.offsets[bag] > 0 ? bags.offsets[bag] : 0; i < end; i++) count += homes[i] >= 0;
         }
         for (int copy = 0; copy < bags.copies; copy++)
-            values[(rank + copy) * whole + length + k - held * bags.samples] = count;
+            messages[(rank + copy) * apart + length + k - held * bags.samples] = count;
     }
     if (rows < 0) {
         const i64 n = begins[ranks] < n_order ? begins[ranks] : n_order;

@@ -70,45 +70,32 @@ def plain_ids(ids: torch.Tensor) -> torch.Tensor:
     return ids ^ (ids >> 63)
 
 
-class Message(NamedTuple):
-    """What one rank requests of all, rank by rank: how many ids of each feature, the ids in a block, and, of features
-    whose bags the owner pools, how many ids each bag has, and zeros where another rank pools more, or has more samples.
-    `values`: int64 (M,) · `sizes`: how many of them each rank gets."""
-
-    values: torch.Tensor
-    sizes: list[int]
-
-
 def copied(values: torch.Tensor, times: int) -> torch.Tensor:
     """The `values`, (K, …), repeated `times` times, one copy after the other."""
     return values.expand(times, *values.shape).flatten(0, 1)
 
 
-def message(
+def write_messages(
+    into: torch.Tensor,
     counts: torch.Tensor,
     ids: torch.Tensor,
     lengths: torch.Tensor | None = None,
     held: Sequence[int] = (),
-    copies: int = 1,
-) -> Message:
-    """`counts`: int64 (W, F) · `ids`: int64 (W · bound,) · `lengths`: int64 (F, B), in the order of the ranks that hold
-    the features, `held` by each · `copies`: how many times the message is sent."""
-    ranks = counts.shape[0]
-    blocks = torch.cat([counts, ids.view(ranks, -1)], 1)
+) -> None:
+    """Writes the messages of one rank to all, `into`, int64 (W, M): how many ids of each feature, the ids in a block,
+    and, of features whose bags the receiver pools, how many ids each bag has, and zeros where another rank pools more.
+    `counts`: int64 (W, F), or (1, F) where all ranks get the same · `ids`: int64 (W · bound,), or as many as one gets ·
+    `lengths`: int64 (F, B), in the order of the ranks that hold the features, `held` by each."""
+    ranks, features = counts.shape
+    blocks = ids.view(ranks, -1)
+    end = features + blocks.shape[1]
+    into[:, :features] = counts
+    into[:, features:end] = blocks
     if lengths is not None:
         of_ranks = lengths.new_zeros((ranks, max(held), lengths.shape[1]))
         for its, of_rank in zip(of_ranks, lengths.split(list(held)), strict=True):
             its[: len(of_rank)] = of_rank
-        blocks = torch.cat([blocks, of_ranks.flatten(1)], 1)
-        blocks = blocks if copies == 1 else copied(blocks, copies)
-    return Message(blocks.reshape(-1), [blocks.shape[1]] * len(blocks))
-
-
-def table_wise_sizes(held: Sequence[int], copies: int, samples: int) -> tuple[list[int], list[int]]:
-    """The `back` and the `grads` of `Bags`, of a table-wise part with so many samples. `held`, `copies`: see
-    `message`."""
-    bags = [features * samples for features in held] * copies
-    return bags if copies == 1 else [], bags
+        into[:, end:] = of_ranks.flatten(1)
 
 
 class ReceivedMessages(NamedTuple):
@@ -120,20 +107,14 @@ class ReceivedMessages(NamedTuple):
     lengths: torch.Tensor | None
 
 
-def size_of(features: int, bound: int, most_held: int, samples: int) -> int:
-    """How long a message is. `features`: F · `most_held`: of how many features any rank pools the bags · `samples`: of
-    the rank that has most."""
-    return features + bound + most_held * samples
-
-
-def read(values: torch.Tensor, features: int, bound: int, most_held: int, samples: int, held: int) -> ReceivedMessages:
-    """Reads messages of the `size_of` the same arguments. `held`: F′."""
-    blocks = values.view(-1, size_of(features, bound, most_held, samples))
+def read(messages: torch.Tensor, features: int, bound: int, held: int, samples: int) -> ReceivedMessages:
+    """Reads the `messages` of all ranks to one, int64 (W, M). `held`: F′."""
     # whatever was received, nobody reads beyond a block
-    ends = torch.cumsum(blocks[:, :features], 1).clamp_(0, bound)
+    ends = torch.cumsum(messages[:, :features], 1).clamp_(0, bound)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
-    ids, lengths = blocks[:, features : features + bound].reshape(-1), blocks[:, features + bound :]
+    lengths = features + bound
+    ids = messages[:, features:lengths].reshape(-1)
     if not held:
         return ReceivedMessages(counts, ids, None)
-    of_held = lengths.unflatten(1, (most_held, samples))[:, :held]
+    of_held = messages[:, lengths : lengths + held * samples].unflatten(1, (held, samples))
     return ReceivedMessages(counts, ids, of_held.transpose(0, 1).flatten(1))

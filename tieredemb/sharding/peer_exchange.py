@@ -31,21 +31,20 @@ class PeerExchange(PeerWait):
 
     def __init__(self, device: torch.device, regions: RowSpread, rank: int, timeout: float) -> None:
         super().__init__(device, timeout)
-        self.capacity, ranks = (regions.each - REGION_HEAD) // 2, len(regions.begins)
+        self.capacity = (regions.each - REGION_HEAD) // 2
         with no_inference():
             self._blocks = torch.zeros(2, dtype=torch.int32, device=device)
-        self._ranks = ranks
         self._regions = struct_type(EXCHANGE, "Regions")(
-            begins=regions.begins, capacity=self.capacity, ranks=ranks, rank=rank
+            begins=regions.begins, capacity=self.capacity, ranks=len(regions.begins), rank=rank
         )
         self._limits = self._patience(EXCHANGE)
         with on_device(device):
             kernel(EXCHANGE, "blocks_exchange").load(device.index)  # a capture may launch it first
 
     def send(self, received: torch.Tensor, given: torch.Tensor) -> None:
-        """Sends each rank its block of `given`, int64 (W · N,), where `N` is equal on all ranks and `capacity` at most;
-        writes to `received`, int64 (W · N,), what each has sent to this rank. Does not synchronise."""
-        each = len(given) // self._ranks
+        """Sends each rank its block of `given`, int64 (W, N), where `N` is equal on all ranks and `capacity` at most;
+        writes to `received`, int64 (W, N), what each has sent to this rank. Does not synchronise."""
+        each = given.shape[1]
         assert each <= self.capacity
         with on_device(self._device):
             self.wait_stream()

@@ -200,36 +200,32 @@ class RecordedRequest:
         pool = GraphPool()  # of its own: no other forward's graphs write to what these leave there
         with no_inference(), on_device(device):
             offsets, self._offsets = batch.offsets, None
+            sizes = context.message_sizes(bounds, samples)
             with cache.memory():
+                self._given = torch.zeros((exchange.size, sum(sizes)), dtype=torch.int64, device=device)
+                self._received = torch.zeros_like(self._given)
                 self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
                 if isinstance(offsets, torch.Tensor):
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
             batch_of_graph = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
             self._requests: list[Request] = context.requests(self.samples, bounds)
-            per_rank = [part.message for request in self._requests for part in request.parts]
-            self._per_rank = [sum(sizes) for sizes in zip(*per_rank, strict=True)]
             self._find, self._take = (Recording(device, pool) for _ in range(2))
 
             def find() -> None:
                 found, words = finder.find_unchecked(batch_of_graph, finds_firsts=True)
                 self._words.copy_(words, non_blocking=True)
                 finder.drop_faulty(words)
-                for bags, bound in zip(found, bounds, strict=True):
-                    bags.pad(bound, samples)
+                for bags, bound, into in zip(found, bounds, self._given.split(sizes, 1), strict=True):
+                    bags.pad(bound, samples, into)
                 self._bags: list[GpuBags] = found
-                self._given, self._sent = exchange.packed(
-                    [bags.requested for bags in found], [bags.sent for bags in found]
-                )
 
             def take() -> None:
-                parts = iter(exchange.unpacked(self._received, per_rank))
-                for request in self._requests:
-                    request.take([next(parts) for _ in request.parts])
+                parts = iter(self._received.split(sizes, 1))
+                for request, shard in zip(self._requests, context.shards, strict=True):
+                    request.take([next(parts) for _ in shard.parts])
 
             find()
-            with cache.memory():
-                self._received = exchange.receive_buffer(self._given, self._per_rank).zero_()
             take()
             for graph, launch in ((self._find, find), (self._take, take)):
                 with graph.recorded([]):
@@ -273,9 +269,8 @@ class RecordedRequest:
     def exchange(self, peers: PeerExchange | None) -> tuple[list[GpuBags], list[Request]]:
         """Behind `find`, once all ranks have agreed to exchange what fits: returns the bags as they are sent, and what
         is requested of this rank. `peers`: see `Exchange.send`. Does not synchronise."""
-        exchange = self._exchange
         with on_device(self._device):
-            exchange.send(exchange.sending_to(self._received, self._given, self._sent, self._per_rank), IDS, peers)
+            self._exchange.send(self._exchange.sending_blocks(self._given, self._received), IDS, peers)
             self._take.replay([])
             requests = [request.separated() for request in self._requests]
         return [bags.rebind() for bags in self._bags], requests

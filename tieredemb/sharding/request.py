@@ -16,7 +16,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,26 +26,12 @@ from tieredemb.shallow import shallow_copy
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.device_padding import Joiner, PooledFeature
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read, size_of
+from tieredemb.sharding.padding import ReceivedMessages, firsts_of, plain_ids, read
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.program import Call
 from tieredemb.step.stack import PooledBags, Stack
 
 _NUMBERS = itertools.count()
-
-
-class RequestPart(NamedTuple):
-    """What is requested of the tables of one part, of which this rank pools `held` features. Each list has a number for
-    each rank. `message`: values received · `answer`: rows sent back, or of table-wise tables bags; empty where they
-    stay here · `grads`: gradients received, one for each entry or each bag · `order`: entries, of which values are
-    received."""
-
-    is_table_wise: bool
-    held: int
-    message: list[int]
-    answer: list[int]
-    grads: list[int]
-    order: list[int]
 
 
 class RequestLayout:
@@ -76,8 +62,8 @@ class RequestLayout:
 
 
 class Request:
-    """The request of one batch. `parts`: what is requested of each part · `row_wise`: the number of the one whose rows
-    go back, if there is one · `batch`: what this rank looks up, once the messages were received (`take`)."""
+    """The request of one batch. `row_wise`: the number of the part whose rows go back, if there is one · `batch`: what
+    this rank looks up, once the messages were received (`take`)."""
 
     batch: Batch
 
@@ -88,18 +74,10 @@ class Request:
         self._spans = [(count * before, count * end) for before, end in itertools.pairwise(layout.bags_before)]
         self._bags = count * layout.bags_before[-1]
         self._entries = [layout.ranks * bound.ids for bound in bounds]
-        self.parts = []
-        for part, held, bound in zip(layout.parts, layout.held, bounds, strict=True):
-            ids = [bound.ids] * layout.ranks
-            back = ids if bound.rows is None else [bound.rows] * layout.ranks
-            sizes = [size_of(len(part.space.features), bound.ids, part.most_held, samples)] * layout.ranks
-            bags = [held * samples] * layout.ranks
-            answer, grads = (bags if part.copies == 1 else [], bags) if part.is_table_wise else (back, ids)
-            self.parts.append(RequestPart(part.is_table_wise, held, sizes, answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
     def take(self, messages: Sequence[torch.Tensor]) -> None:
-        """Takes the received `messages`, one for each part. Does not synchronise."""
+        """Takes the received `messages`, of each part int64 (W, M). Does not synchronise."""
         layout = self._layout
         if layout.joiner is not None:
             joined = layout.joiner.join(messages, self._samples, self._bounds)
@@ -107,7 +85,7 @@ class Request:
             ids, stack = joined.ids, self._stack_of(joined.begins, joined.row, joined.picked)
         else:  # on a CPU, where the host knows how many ids it has received
             received = [
-                read(values, len(part.space.features), bound.ids, part.most_held, self._samples, held)
+                read(values, len(part.owner), bound.ids, held, self._samples)
                 for values, part, held, bound in zip(messages, layout.parts, layout.held, self._bounds, strict=True)
             ]
             self._ends = self._place(received)
@@ -150,7 +128,7 @@ class Request:
     @property
     def keeps_gradients(self) -> bool:
         """Whether the gradient of its output is what its one part receives, unchanged."""
-        return len(self.parts) == 1 and not self.parts[0].is_table_wise
+        return len(self._bounds) == 1 and self.row_wise is not None
 
     def _stack_of(self, begins: torch.Tensor, row: torch.Tensor, picked: torch.Tensor) -> Stack:
         """The layout of the output: the bags of each part, sample by sample, and behind them the rows of ids, one for
@@ -173,7 +151,7 @@ class Request:
         if row_wise is not None:
             entry = self._entry(row_wise)
             number += entry.clamp(max=self._entries[row_wise] - 1)
-            picked = self._picked(entry, sum(self.parts[row_wise].answer), destination)
+            picked = self._picked(entry, self._back, destination)
         if bags:
             each, features = torch.cat([*lengths]), list(itertools.chain(*layout.pooled))
             ends = torch.cat([edges.new_zeros((len(each), 1)), each.cumsum(1)], 1) + edges[features][:, None]
@@ -197,10 +175,15 @@ class Request:
         picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._layout.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
-    def _answer(self, call: Call, rows: torch.Tensor, back: int) -> torch.Tensor:
-        """The `back` rows to send, of `rows` that were picked; none if they have been written to the other ranks'
-        memory."""
-        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((back, rows.shape[1]))
+    @property
+    def _back(self) -> int:
+        """How many rows go back."""
+        assert self.row_wise is not None
+        return self._layout.ranks * self._bounds[self.row_wise].row_count
+
+    def _answer(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
+        """The rows to send, of `rows` that were picked; none if they have been written to the other ranks' memory."""
+        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((self._back, rows.shape[1]))
 
     def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
         """Of `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of other parts get any
@@ -229,23 +212,24 @@ class Request:
         given = [self._factors(number, values) for number, values in enumerate(weights) if values is not None]
         if given:
             self._weights = functools.reduce(operator.mul, given)
-        every = every and any(part.is_table_wise for part in self.parts)
+        parts = self._layout.parts
+        every = every and any(part.is_table_wise for part in parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(parts):
             if part.is_table_wise:
                 answers.append(self._answered(found.bags, number))
                 all_rows.append(None if found.every is None else self._rows_of(number, found.every))
             else:
-                answers.append(self._answer(call, found.rows, sum(part.answer)))
+                answers.append(self._answer(call, found.rows))
                 all_rows.append(None)
         return answers, all_rows
 
     def _answered(self, bags: torch.Tensor, number: int) -> torch.Tensor:
         """The bags of a part, rank by rank, of all `bags`, (K, D); only those of this rank where they stay here."""
         first, end = self._spans[number]
-        if not self.parts[number].answer:
-            bags_of_rank = self.parts[number].held * self._samples
+        if self._layout.parts[number].copies > 1:
+            bags_of_rank = self._layout.held[number] * self._samples
             first += self._layout.rank * bags_of_rank
             end = first + bags_of_rank
         return bags[first:end]
@@ -253,13 +237,13 @@ class Request:
     def _rows_of(self, number: int, every: torch.Tensor) -> torch.Tensor:
         """The rows of a part's entries, of `every` row of all ids; only those of this rank where they stay here."""
         rows, bound = self._scattered(number, every), self._bounds[number].ids
-        return rows if self.parts[number].answer else rows[self._layout.rank * bound :][:bound]
+        return rows if self._layout.parts[number].copies == 1 else rows[self._layout.rank * bound :][:bound]
 
     def gradient(self, call: Call, received: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The gradient of the output of `call`, float32 (·, D). `received`: of each part, rank by rank, gradients (·,
         D) and, where they have factors, those, float32 (W · bound,)."""
         bags, rows = list[torch.Tensor](), list[torch.Tensor]()
-        for number, (part, (grad, *scales)) in enumerate(zip(self.parts, received, strict=True)):
+        for number, (part, (grad, *scales)) in enumerate(zip(self._layout.parts, received, strict=True)):
             for factors in scales:
                 filled = self._factors(number, factors)
                 call.weigh(filled if self._weights is None else filled * self._weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,6 @@ from tieredemb.sharding.request import Request, RequestLayout
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
-from tieredemb.step.program import Call
 from tieredemb.storage.base import RowOpener
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.table_set import TableSet
@@ -109,9 +108,3 @@ class Shard(Held):
         """Plans what `look_up` will look up, by `executor`; see `Engine.plan_ahead`."""
         batch = request.batch
         return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, kind, memory)
-
-    def begin(self, request: Request, **how: Any) -> Call:
-        """The call of a batch of all ranks; `how`: see `Engine.begin`. May raise what a cache does."""
-        call = self.engine.begin(request.batch, self.context, **how)
-        assert isinstance(call, Call)  # a request is planned by itself
-        return call

@@ -73,10 +73,8 @@ class BufferSpec(NamedTuple):
     @classmethod
     def for_ids(cls, context: ShardedContext, bounds: Bounds, samples: int) -> BufferSpec:
         """For the ids of all parts, and the lengths of bags."""
-        words = sum(
-            len(part.space.features) + bound.ids + part.most_held * samples
-            for (part, _), bound in zip(context.parts, bounds, strict=True)
-        )
+        of_parts = zip(context.parts, bounds, strict=True)
+        words = sum(part.message_size(bound, samples) for (part, _), bound in of_parts)
         return cls(0, 0, words_of_region(words), 1, torch.int64, IDS)
 
 
@@ -106,9 +104,9 @@ class PartBuffers(NamedTuple):
     rows: SymmetricRows | None
     grads: SymmetricRows
 
-    def is_for(self, rows: int, grads: int) -> bool:
-        """Whether each rank gets so many rows and gradients."""
-        return self.rows is not None and (self.rows.to.each, self.grads.to.each) == (rows, grads)
+    def is_for(self, bound: Bound) -> bool:
+        """Whether each rank gets as many rows and gradients as the `bound` of a row-wise part says."""
+        return self.rows is not None and (self.rows.to.each, self.grads.to.each) == (bound.row_count, bound.ids)
 
     def of_bags(self, part: Part, samples: int, rank: int) -> PartBuffers | None:
         """Those of a `part` whose tables are held whole, where the rank that has most has so many `samples`; None where

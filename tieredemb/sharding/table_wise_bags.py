@@ -15,7 +15,7 @@ from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.header import Bound
-from tieredemb.sharding.padding import Padding, copied, message, table_wise_sizes
+from tieredemb.sharding.padding import Padding, copied, write_messages
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ class HostTableWiseBags:
     """See `Bags`. Padding ids are not sent, unless their row is to be scaled: a bag is as long as it has ids to look
     up. `counts`: see `largest_requests`; no id is inverted."""
 
-    requested: torch.Tensor
-    sent: list[int]
-    ids: list[int]
-    back: list[int]
-    grads: list[int]
     _samples: int  # of the rank that has most
 
     def __init__(self, part: Part, batch: Batch, edges: Array) -> None:
@@ -60,15 +55,13 @@ class HostTableWiseBags:
         """The values of the occurrences that are looked up, of `values` of all."""
         return values if self._kept is None else values[self._kept]
 
-    def pad(self, bound: Bound, samples: int) -> None:
+    def pad(self, bound: Bound, samples: int, into: torch.Tensor) -> None:
         part, self._samples = self.part, samples
         counts = torch.from_numpy(self.counts[:, : len(part.owner)])
         self._padding = Padding(counts.sum(1), bound.ids)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._requested_rows)))
         lengths = torch.from_numpy(np.pad(self._lengths[part.by_rank], ((0, 0), (0, samples - self.batch))))
-        self.ids = [bound.ids] * (part.ranks * part.copies)
-        self.back, self.grads = table_wise_sizes(part.held, part.copies, samples)
-        self.requested, self.sent = message(counts, ids, lengths, part.held, part.copies)
+        write_messages(into, counts, ids, lengths, part.held)
 
     def _by_rank(self, values: Array) -> Array:
         """The same `values` sorted by the ranks that own them."""
