@@ -146,6 +146,7 @@ def trains_on_a_gpu(rank, size, config):
     return found, len(replays)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True], ids=["steps", "graphs"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_several_gpus_train_what_one_does(gpus, prefetch, graph, monkeypatch):
@@ -171,6 +172,7 @@ def test_torchrun_starts_it_and_one_process_talks():
     assert done.stdout.count("\ntest AUC") == done.stdout.count("\nhit rate") == 1
 
 
+@pytest.mark.gpu
 def test_torchrun_gives_each_process_a_gpu():
     need_gpus_for(2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -21,6 +21,7 @@ from sharding.worlds import World, need_gpus_for
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
+pytestmark = pytest.mark.gpu
 RANKS = min(4, max(2, torch.cuda.device_count()))
 LONGEST = 200 * RANKS
 SLEEP, LONG_SLEEP = 200_000_000, 10_000_000_000  # cycles of a GPU: a tenth of a second, and five

@@ -26,6 +26,7 @@ from tieredemb.sharding.peer_exchange import PeerExchange
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.symmetric import SymmetricMemory
 
+pytestmark = pytest.mark.gpu
 __all__ = ["world"]  # a fixture, of processes whose environment says that rows are sent
 
 
