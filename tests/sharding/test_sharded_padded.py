@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 
@@ -110,7 +111,7 @@ def most_on_rank_2(rank):
 
 
 def sizes_sent(rank, size, max_ids, samples, ahead):
-    """How often so much is sent to each rank, in the exchanges of four steps; and warnings of it."""
+    """How often so many numbers are sent to each rank, in the exchanges of four steps; and warnings of it."""
     tables = tables_of()
     model = model_of(tables, "both", max_ids=max_ids)
     batches = [batch_of(tables, step, rank, samples=samples) for step in range(4)]
@@ -119,7 +120,7 @@ def sizes_sent(rank, size, max_ids, samples, ahead):
         loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
         for batch in loop:
             step_of(model, batch, weighted=False)
-    sent = [tuple(sending.sent_sizes) for _, sending, *_ in calls]
+    sent = [tuple(n * math.prod(its.given.shape[1:]) for n in its.sent_sizes) for _, its, *_ in calls]
     model.close()
     return Counter(sent), [str(each.message) for each in warned if "max_ids" in str(each.message)]
 

@@ -103,7 +103,7 @@ def eager_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywo
             outputs.append(out.detach())
         weights = dict(model.state_dict())
         model.close()
-    kinds = [of_rows] * (sharding != "tables") + [of_bags] * (sharding != "rows")
+    kinds = [of_rows] * (sharding not in ("tables", "copies")) + [of_bags] * (sharding != "rows")
     assert min(map(len, [written, *kinds])) >= steps // 2
     return torch.stack(outputs), weights, steps
 
@@ -239,6 +239,7 @@ def eager_step_of(kind, model, late):
             with torch.cuda.stream(stream):
                 out = step(batch)
             torch.cuda.current_stream().wait_stream(stream)
+            out.record_stream(torch.cuda.current_stream())
             return out
         return step(batch)
 

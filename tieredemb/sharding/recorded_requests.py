@@ -202,8 +202,8 @@ class RecordedRequest:
             offsets, self._offsets = batch.offsets, None
             sizes = context.message_sizes(bounds, samples)
             with cache.memory():
-                self._given = torch.zeros((exchange.size, sum(sizes)), dtype=torch.int64, device=device)
-                self._received = torch.zeros_like(self._given)
+                self._given = torch.empty((exchange.size, sum(sizes)), dtype=torch.int64, device=device)
+                self._received = torch.empty_like(self._given)
                 self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
                 if isinstance(offsets, torch.Tensor):
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
@@ -226,6 +226,7 @@ class RecordedRequest:
                     request.take([next(parts) for _ in shard.parts])
 
             find()
+            self._received.zero_()  # until an exchange writes there
             take()
             for graph, launch in ((self._find, find), (self._take, take)):
                 with graph.recorded([]):
