@@ -6,7 +6,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import forks
@@ -128,8 +128,9 @@ def data_dir() -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before they are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the real logs, and what needs a GPU: `-k gpu` selects all of that, whatever it is called. Files
-    that take longest come first: with several workers none is still busy with one when the others have ended."""
+    """Marks what needs the real logs, and what asks for a GPU by a fixture or a parameter (`pytest_runtest_makereport`
+    finds what has to be marked where it stands). Files that take longest come first: with several workers none is still
+    busy with one when the others have ended."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -137,6 +138,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("data")
         if "gpu" in fixtures or (hasattr(item, "callspec") and item.callspec.params.get("device") == "cuda"):
             item.add_marker("gpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fails a test that is skipped as it needs a GPU, and is not marked so: `-m gpu` would leave it out."""
+    report = yield
+    if report.skipped and "GPU" in str(report.longrepr) and not item.get_closest_marker("gpu"):
+        report.outcome, report.longrepr = (
+            "failed",
+            f"skipped for want of a GPU: add @pytest.mark.gpu; {report.longrepr}",
+        )
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -177,7 +177,7 @@ def test_training_has_the_same_bits_on_every_device(device: str, tmp_path: Path,
     assert run.stats.evictions > 1_000, "the base run must evict, or this test compares nothing"
 
 
-@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_on_a_device_equals_plain_torch_there(place: str) -> None:
     """Without a default device, under which torch's sparse Adagrad mixes devices."""
     if place == "cuda":

@@ -18,6 +18,7 @@ from tieredemb.pipeline.autotuner import SharedAutotuner
 from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
+pytestmark = pytest.mark.gpu
 TABLES = tables_of(modes=("sum", "mean"), widths=(4, 8))
 STEPS = 12
 

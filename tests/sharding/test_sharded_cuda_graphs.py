@@ -28,6 +28,7 @@ from tieredemb.pipeline.summary import OTHER_SHAPES
 from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
+pytestmark = pytest.mark.gpu
 MIXED = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SUMS = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SAMPLES, STEPS, LONGEST = 7, 12, 250
