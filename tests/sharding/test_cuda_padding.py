@@ -33,7 +33,8 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, sharding, rows):
     with torch.device("cpu"):
         parts, received = messages_of(rank, sharding, shape, rows)
         known = request_of(parts, received, rank, rows=rows)
-    its = request_of(parts, [values.cuda() for values in received], rank, device="cuda", rows=rows)
+    on_gpu = torch.cat(received, 1).cuda().split([values.shape[1] for values in received], 1)
+    its = request_of(parts, on_gpu, rank, device="cuda", rows=rows)
     count, length = len(known.batch.ids), len(its.batch.ids)
     assert length == RANKS * BOUND * len(parts)
     assert equal(its.batch.offsets.cpu(), known.batch.offsets)

@@ -36,7 +36,8 @@ def messages_of(rank, sharding, shape, rows=None):
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
         for part, bags, its in zip(parts, HostFinder(layout, parts)(batch)[0], received, strict=True):
             its.append(padded(part, bags, Bound(BOUND, rows), MOST)[rank])
-    return parts, [torch.stack(its) for its in received]
+    sizes = [part.message_size(Bound(BOUND, rows), MOST) for part in parts]
+    return parts, list(torch.cat([torch.stack(its) for its in received], 1).split(sizes, 1))  # as they are received
 
 
 def request_of(parts, received, rank, *, device="cpu", rows=None):

@@ -26,13 +26,13 @@ def unpooled(bags):
     return bags
 
 
-def short(allocate):
-    """The same, but for rows."""
+def short(sending):
+    """It, without memory for rows."""
 
     def make(*given):
         if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
             raise StorageFullError("no memory is left")
-        return allocate(*given)
+        return sending(*given)
 
     return make
 

@@ -66,13 +66,14 @@ class Part:
         return max(self.held) if self.is_table_wise else 0
 
     def message_size(self, bound: Bound, samples: int) -> int:
-        """How many words a rank sends each other one, where none has more `samples`: see `write_messages`."""
+        """How many words of this part a rank sends to each rank, where none has more `samples`: see `write_messages`
+        in `padding`."""
         return len(self.owner) + bound.ids + self.most_held * samples
 
     def row_sizes(self, bound: Bound, samples: int, rank: int) -> tuple[list[int], list[int]]:
         """How many rows a forward sends from `rank` to each one, and how many it receives from each: of row-wise tables
-        as many as may come back, of table-wise ones a bag for each feature and sample, and none where all ranks hold
-        the tables."""
+        as many as may come back, of table-wise ones a bag for each feature and sample. Both are empty where all ranks
+        hold the tables, and bags stay on their rank."""
         if not self.is_table_wise:
             sizes = [bound.row_count] * self.ranks
             return sizes, sizes
@@ -81,7 +82,8 @@ class Part:
         return [self.held[rank] * samples] * self.ranks, [held * samples for held in self.held]
 
     def gradient_sizes(self, bound: Bound, samples: int, rank: int) -> tuple[list[int], list[int]]:
-        """The same for the gradients of a backward: one for each id, or for each bag."""
+        """The same for the gradients of a backward: one for each id, or for each bag; where all ranks hold the tables,
+        each is sent those of all bags."""
         if not self.is_table_wise:
             sizes = [bound.ids] * self.ranks
             return sizes, sizes
@@ -119,13 +121,15 @@ def parts_of(
 
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device. They are padded first (`pad`). Rows come
-    back as `Part.row_sizes` says, (·, D), and of table-wise tables one for each bag, by sample and feature."""
+    back as `Part.row_sizes` says, (·, D), and of table-wise tables one for each bag, by sample and feature. Where all
+    ranks hold the tables, these are the bags that were pooled here."""
 
     def pad(self, bound: Bound, samples: int, into: torch.Tensor) -> None:
-        """Writes what is requested of each rank, which the `bound` takes, `into` messages of one size, int64 (W, M):
-        see `write_messages`. Each rank is sent as many ids, and as many weights, and gradients of row-wise tables. As
-        many rows come back, and no id is inverted; or `bound.rows` come back. Owners that pool bags do so for as many
-        `samples` as any rank has: where there are fewer here, the others are without ids. Does not synchronise."""
+        """Writes what is requested of each rank to its message: `into`, int64 (W, M), see `write_messages`. The `bound`
+        takes what is requested: each rank is sent `bound.ids` ids, and as many weights, and gradients of row-wise
+        tables. `bound.rows` rows come back; where that is None one for each id, and no id is inverted. Owners that pool
+        bags do so for as many `samples` as any rank has: where there are fewer here, the others are without ids. Does
+        not synchronise."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The weights of the requested ids, float32 (W · bound,), where their owner pools them; of `weights`, floats
@@ -147,8 +151,8 @@ class Bags(Protocol):
 
     def gradient(self, grad: torch.Tensor, divisor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradients to send: of each id that of its bag, or of table-wise tables those of the bags, float32 (·, D),
-        divided by `divisor`; and their factors, float32 (K,), where these are not ones, and the owner does not know
-        them. Does not synchronise."""
+        divided by `divisor`; and their factors, float32 (W · bound,), where these are not ones, and the owner does not
+        know them. Does not synchronise."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that it has on a GPU."""

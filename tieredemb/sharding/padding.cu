@@ -1,12 +1,12 @@
 // Exchanges of one size, on a GPU: what `padding` and `request` do on a CPU by operations on tensors.
 //
-// The requests to a rank lie in a block of `bound` entries, of which the first are ids. A message has, for each rank,
-// the number of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most`
-// features, as any rank pools at most, and for as many samples as any rank has.
+// The requests to a rank lie in a block of `bound` entries, of which the first are ids. The message to it has the number
+// of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most` features,
+// as any rank pools at most, and for as many samples as any rank has.
 #include "common.cuh"
 
-// The messages of all ranks for one part, which begin `stride` words apart, and whose entries begin at `start` among
-// those of all parts, and its features at `first`. Where there are fewer parts, the others have no features.
+// The messages of all ranks for one part: each begins `stride` words behind the one before. The part's entries begin at
+// `start` among those of all parts, its features at `first`. Where there are fewer parts, the others have no features.
 struct Messages {
     const i64 *values;
     i64 stride, bound, start;
@@ -67,14 +67,15 @@ struct SentBags {
     int copies;
 };
 
-// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` into messages, which begin `apart` words from
-// each other, behind the counts of each rank, and before the lengths of its bags. The rest of a block has copies of some value. Homes of occurrences, which are
-// numbers of rows, become entries, where each rank sends `rows`; or, where `rows` is −1, one for each id: then no id is
-// inverted. Features of which nothing is requested have bags without ids, and so have samples of other ranks. Moves 32
-// bytes an entry, 8 an occurrence, and 32 a bag that others pool.
+// Puts requests into blocks: the occurrences `order` to `padded`, and `ids` to `messages`, behind the counts of each
+// rank, and before the lengths of its bags. `apart`: words from one message to the next. The rest of a block has copies
+// of some value. Homes of occurrences, which are numbers of rows, become entries, where each rank sends `rows`; or,
+// where `rows` is −1, one for each id: then no id is inverted. Features of which nothing is requested have bags without
+// ids, and so have samples of other ranks. Moves 32 bytes an entry, 8 an occurrence, and 32 a bag that others pool.
 extern "C" __global__ void __launch_bounds__(256) bags_pad(
     const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
-    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *messages, i64 apart) {
+    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, SentBags bags, i64 *padded, i64 *messages,
+    i64 apart) {
     wait_for_prior_kernel();
     const i64 length = features + bound, lengths = bags.most * bags.samples;
     for (i64 k = thread_index(); k < ranks * bags.copies * length; k += thread_count()) {

@@ -16,7 +16,7 @@ __device__ __forceinline__ i64 *region_of(const Regions &regions, int receiver, 
     return reinterpret_cast<i64 *>(regions.begins[receiver]) + sender * (REGION_HEAD + 2 * regions.capacity);
 }
 
-// Sends each rank its block of `given` (ranks · each,), and copies to `received`, of the same shape, what all have sent
+// Sends each rank its block of `given` (ranks, each), and copies to `received`, of the same shape, what all have sent
 // to this one. `*number`: of exchanges so far · `blocks`: how many of the grid have sent, and how many are through; both
 // zero again at the end. Adds the nanoseconds of the wait to `*waited`. A grid that fits the GPU beside other kernels,
 // as its blocks wait for each other.

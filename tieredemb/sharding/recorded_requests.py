@@ -246,8 +246,8 @@ class RecordedRequest:
         return call is None or call.is_over
 
     def find(self, call: RequestUser, batch: Batch) -> None:
-        """Finds the bags of `call`, which owns this request until it is over, and pads them to a message of one size.
-        Does not synchronise."""
+        """Finds the bags of `call`, which owns this request until it is over, and writes messages of one size. Does not
+        synchronise."""
         self._user = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._behind_use()

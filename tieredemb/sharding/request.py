@@ -151,7 +151,7 @@ class Request:
         if row_wise is not None:
             entry = self._entry(row_wise)
             number += entry.clamp(max=self._entries[row_wise] - 1)
-            picked = self._picked(entry, self._back, destination)
+            picked = self._picked(entry, destination)
         if bags:
             each, features = torch.cat([*lengths]), list(itertools.chain(*layout.pooled))
             ends = torch.cat([edges.new_zeros((len(each), 1)), each.cumsum(1)], 1) + edges[features][:, None]
@@ -165,10 +165,11 @@ class Request:
             begins = begins.view(-1)
         return self._stack_of(begins, number.to(torch.int32), picked)
 
-    def _picked(self, entry: torch.Tensor, back: int, destination: torch.Tensor | None) -> torch.Tensor:
-        """Which id each of the rows that go `back` is of, int64 (K,); any id for entries that are padding; empty where
+    def _picked(self, entry: torch.Tensor, destination: torch.Tensor | None) -> torch.Tensor:
+        """Which id each of the rows that go back is of, int64 (K,); any id for entries that are padding; empty where
         there are no ids. `entry`: of each id · `destination`: of each entry, where its row lies among those, if not at
         the entry (`firsts_of`)."""
+        back = self._back
         if destination is not None:  # ids of other parts go behind all rows
             entry = torch.cat([destination, destination.new_full((1,), back)]).index_select(0, entry)
         picked = self._joined.new_zeros(back + 1)
