@@ -142,13 +142,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fails a test that is skipped as it needs a GPU, and is not marked so: `-m gpu` would leave it out."""
+    """Fails a test that is skipped where there is no GPU, as its reason says, and is not marked: `-m gpu` would leave
+    it out."""
     report = yield
-    if report.skipped and "GPU" in str(report.longrepr) and not item.get_closest_marker("gpu"):
-        report.outcome, report.longrepr = (
-            "failed",
-            f"skipped for want of a GPU: add @pytest.mark.gpu; {report.longrepr}",
-        )
+    if report.skipped and isinstance(report.longrepr, tuple) and not item.get_closest_marker("gpu"):
+        *_, reason = report.longrepr
+        if "GPU" in reason and not importlib.import_module("torch").cuda.is_available():
+            report.outcome, report.longrepr = "failed", f"needs a GPU: mark it by @pytest.mark.gpu ({reason})"
     return report
 
 

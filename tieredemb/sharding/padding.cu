@@ -1,8 +1,8 @@
 // Exchanges of one size, on a GPU: what `padding` and `request` do on a CPU by operations on tensors.
 //
-// The requests to a rank lie in a block of `bound` entries, of which the first are ids. The message to it has the number
-// of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most` features,
-// as any rank pools at most, and for as many samples as any rank has.
+// The requests to a rank lie in a block of `bound` entries, of which the first are ids. The message to it has the
+// number of ids of each feature, the block, and how many ids each bag has that the rank pools: with space for `most`
+// features, as any rank pools at most, and for as many samples as any rank has.
 #include "common.cuh"
 
 // The messages of all ranks for one part: each begins `stride` words behind the one before. The part's entries begin at
