@@ -73,7 +73,7 @@ class Captured:
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_interrupt_gives_up_no_others_part_in_a_pool(monkeypatch, begins, shared):
     captured, released = Captured(begins), []
-    stream = type("Stream", (), {"device": None, "device_index": 0})()
+    stream = type("Stream", (), {"device": None, "device_index": 0, "wait_stream": lambda *_: None})()
     monkeypatch.setattr(captures, "_AtOnce", lambda graph, **_: graph)
     monkeypatch.setattr(captures.Capture, "_release_generator", lambda self: None)
     for name, answer in (
@@ -114,7 +114,7 @@ class Whole:
 
 def captured(monkeypatch, graph, streams):
     """What makes a `Capture` of it, whose streams are told of in `streams`."""
-    here = type("Stream", (), {"device": None, "device_index": 0})()
+    here = type("Stream", (), {"device": None, "device_index": 0, "wait_stream": lambda *_: None})()
     monkeypatch.setattr(captures, "_AtOnce", lambda graph, **_: graph)
     monkeypatch.setattr(captures.Capture, "_release_generator", lambda self: None)
     for name, answer in (

@@ -313,6 +313,7 @@ def test_graphs_captured_before_draw_from_the_default_generator_after_a_capture_
         graph, out = torch.cuda.CUDAGraph(), torch.zeros(8)
         with torch.cuda.graph(graph):
             out.copy_(torch.rand(8))
+        torch.cuda.synchronize()  # the beginning of a capture sets what graphs draw from, on a stream of its own
         torch.manual_seed(7)
         seen = []
         for number in range(4):
@@ -331,6 +332,22 @@ def test_what_follows_a_capture_that_failed_comes_behind_its_recovery(gpu, monke
     monkeypatch.setattr(Capture, "_release_pool", lambda each: (release(each), torch.cuda._sleep(10**8)))  # 50 ms
     with pytest.raises(RuntimeError), Capture(torch.cuda.CUDAGraph(), stream):
         torch.rand(3).sum().item()
+    torch.cuda.current_stream().synchronize()
+    assert stream.query()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_follows_a_capture_comes_behind_its_beginning(gpu, monkeypatch, at_once):
+    """Which sets what all graphs draw their random numbers from."""
+    graph, stream, begin = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.CUDAGraph.capture_begin
+
+    def begins_late(*given, **keywords):
+        torch.cuda._sleep(10**8)  # 50 ms
+        begin(*given, **keywords)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begins_late)
+    with Capture(graph, stream, at_once=at_once):
+        torch.zeros(3)
     torch.cuda.current_stream().synchronize()
     assert stream.query()
 

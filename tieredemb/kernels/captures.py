@@ -34,15 +34,14 @@ class _AtOnce:
         self._mode = capture_error_mode
 
     def __enter__(self) -> None:
-        self._around = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(self._around)  # the beginning may set what random numbers of graphs are drawn from
+        around = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(around)  # the beginning may set what random numbers of graphs are drawn from
         self._on.__enter__()
         self._graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
 
     def __exit__(self, *error: Any) -> None:
         self._graph.capture_end()
         self._on.__exit__(*error)
-        self._around.wait_stream(self._stream)
 
 
 @contextlib.contextmanager
@@ -58,7 +57,8 @@ def no_collector() -> Iterator[None]:
 class Capture:
     """Captures into `graph`, on `stream`, the launches of this thread inside. `pool`: of another graph, to share its
     memory. An exception inside is raised unchanged, whatever it does to the end of the capture; if only the end fails,
-    torch's error is raised. In any case streams, generators and the allocator are restored.
+    torch's error is raised. In any case streams, generators and the allocator are restored, and what the current stream
+    runs afterwards, such as a replay, comes after what the beginning has set for random numbers of graphs.
 
     `at_once`: does not wait for the device first, nor free the unused memory of torch's allocator."""
 
@@ -92,6 +92,7 @@ class Capture:
         try:
             CAPTURING.discard(threading.get_ident())
             self._capture.__exit__(None, None, None)
+            self._around.wait_stream(self._stream)
         except BaseException as ended:
             CAPTURING.discard(threading.get_ident())
             self._recover()
@@ -110,6 +111,7 @@ class Capture:
             if self._has_begun or not self._is_shared:  # others' part in a pool is not to be given up
                 self._release_pool()
             self._release_generator()
+            self._around.wait_stream(self._stream)
         finally:
             torch.cuda.set_stream(self._around)
             torch.clear_autocast_cache()  # of casts that were captured and have never run
@@ -132,4 +134,3 @@ class Capture:
         torch.zeros((), device=self._stream.device)  # of an empty graph torch warns
         graph.capture_end()
         graph.reset()
-        self._around.wait_stream(self._stream)  # where its beginning has set what all graphs draw from
