@@ -137,7 +137,7 @@ class Arena(Generic[R]):
 
     @property
     def defers_rows(self) -> bool:
-        """Whether its plans deferred rows before, so that the memory for that exists."""
+        """Whether plans into its present memory deferred rows before, so that there is memory for these rows."""
         return bool(self._deferred)
 
     def load(self, batch: Any) -> None:
@@ -177,6 +177,7 @@ class Arena(Generic[R]):
         """Plans the forwards of the batch ahead, in the memory of an earlier one, on the current stream, inside
         `executor.planning`. `deferring`: caches whose missed rows are filled with the next plan, or when they are
         needed."""
+        before = self.memories
         with ExitStack() as entered:
             for cache in deferring:
                 if cache not in self._deferred:
@@ -184,9 +185,11 @@ class Arena(Generic[R]):
                 entered.enter_context(cache.defer_rows(self._deferred[cache]))
             if any(lookup.module.agreement is None for lookup in expected):  # sharded modules exchange ids first
                 executor.wait_to_plan()
-            plan_groups(self._groups.of(expected), lambda _: executor, self._planned, self.memories)
+            plan_groups(self._groups.of(expected), lambda _: executor, self._planned, before)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
+            if not deferring and self.memories != before:
+                self._deferred.clear()  # it was for plans of other sizes
 
     def check_planned(self) -> None:
         """Raises the error of a plan that failed."""

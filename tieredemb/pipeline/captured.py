@@ -191,6 +191,11 @@ class StepFunction(Generic[R]):
             yield
         self._graphs.add(graph)
 
+    def free(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Frees what a captured graph holds, whoever refers to it; it is not replayed again."""
+        self._graphs.discard(graph)
+        graph.reset()
+
     def before_replay(self) -> None:
         """Does the host's part of forward and update, which a replay does not do: raises reported errors, sends
         options."""

@@ -157,7 +157,7 @@ class Ring(Generic[R]):
         for arena in self._arenas:
             graph, arena.graph = arena.graph, None
             if graph is not None:
-                graph.graph.reset()
+                self._step.free(graph.graph)
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
