@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -117,6 +118,12 @@ def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
     drawn = [random_batch(tables, SAMPLES, step) for step in range(steps)]
     given = [(ids, offsets, target, *([weights] if weighted else [])) for ids, offsets, weights, target in drawn]
     return [tuple(part.to(where) for part in batch) for batch in given]
+
+
+def long_batch(target):
+    """Of five ids in each bag."""
+    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
+    return ids.cuda(), (torch.arange(len(MIXED) * SAMPLES + 1) * 5).cuda(), target
 
 
 def first_samples(batch, count):
@@ -281,9 +288,7 @@ def test_longer_batches_and_wrong_ids_among_those_that_are_gone_ahead_to(with_it
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=60)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     given = batches(MIXED, 40)
-    many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
-    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
-    given[14] = ids.cuda(), many.cuda(), given[0][2]
+    given[14] = long_batch(given[0][2])
     wrong = given[26][0].clone()
     wrong[3] = 10**6
     given[26] = (wrong, *given[26][1:])
@@ -393,9 +398,7 @@ def test_a_batch_of_more_ids_than_fit_runs_eagerly(with_itself, replayed):
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=60)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     short = batches(MIXED, 6)
-    many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
-    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
-    long = ids.cuda(), many.cuda(), short[0][2]
+    long = long_batch(short[0][2])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for batch in [*short, long, *short, long, *short]:
@@ -413,9 +416,7 @@ def test_without_max_ids_a_batch_of_more_ids_has_steps_captured_anew(with_itself
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=None)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     short = batches(MIXED, 12)
-    edges = torch.arange(len(MIXED) * SAMPLES + 1) * 5
-    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
-    long = ids.cuda(), edges.cuda(), short[0][2]
+    long = long_batch(short[0][2])
     loader = [*short, long, *short, long, *short, long, *short]
     for batch in te.prefetch(iter(loader), ranks.table) if ahead else loader:
         expected = plain.step(batch)
@@ -439,6 +440,59 @@ def test_batches_of_other_shapes_run_eagerly_and_of_more_ids_are_captured_anew(w
     assert_same_bits(ranks.numbers(), plain.numbers())
     assert train.summary().eager[OTHER_SHAPES] == 3
     assert replayed.of(train) >= (1 if ahead else 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sharding", [None, "rows", "tables", "copies", "every other"])
+def test_whatever_comes_has_the_bits_of_eager_steps(with_itself, sharding, seed):
+    """In loops that go ahead or not, and may be left early: batches like most, long ones, ones of fewer samples, and
+    wrong ones. Between loops: steps by themselves, captured and eager, and evaluation. Without `sharding` by the
+    collection of one process."""
+    draw = random.Random(f"{sharding} {seed}")
+    keywords = {
+        "capacity": draw.choice([2, 0.3, 0.6, 1.0]),
+        "optimizer": draw.choice([te.RowWiseAdagrad(lr=0.1), te.Adagrad(lr=0.1), te.Adam(lr=0.05)]),
+    }
+    max_ids = draw.choice([None, 60, LONGEST])
+    plain, ranks = Run(MIXED, **keywords), Run(MIXED, sharding=sharding, max_ids=max_ids, **keywords)
+    train = te.graph_step(ranks.step, max_ids=draw.choice([None, LONGEST]))
+    evaluate = te.graph_forward(lambda batch: ranks.table(*batch[:2]), max_ids=LONGEST)
+    given, wrong = batches(MIXED, 60), random_batch(MIXED, SAMPLES, 1)[0].index_fill(0, torch.tensor([3]), 10**6)
+    kinds = {
+        "like most": lambda: draw.choice(given),
+        "long": lambda: long_batch(given[0][2]),
+        "few": lambda: first_samples(draw.choice(given), draw.randrange(1, SAMPLES)),
+        "wrong": lambda: (wrong.cuda(), random_batch(MIXED, SAMPLES, 1)[1].cuda(), given[0][2]),
+    }
+
+    def check(batch, step):
+        if (batch[0] == 10**6).any():
+            with pytest.raises(IdOutOfRangeError, match="id 1000000 at position 3"):
+                step(batch)
+        else:
+            found, expected = step(batch), plain.step(batch)
+            assert_same_bits(found.values(), [value.detach() for value in expected.values()])
+
+    check(given[0], train)  # like most, as graphs of ranks are of the first form
+    for _ in range(8):
+        ahead, weights = draw.random() < 0.7, draw.choice([(1, 0, 0, 0), (12, 1, 0, 0), (12, 1, 1, 1)])
+        loader = [kinds[kind]() for kind in draw.choices(list(kinds), weights, k=draw.randrange(1, 24))]
+        left_at = draw.choice([len(loader), draw.randrange(len(loader))])
+        for number, batch in enumerate(te.prefetch(iter(loader), ranks.table) if ahead else loader):
+            if number == left_at:
+                break
+            check(batch, train)
+        for between in draw.choices(["captured", "eager", "evaluation"], k=draw.randrange(3)):
+            batch = draw.choice(given)
+            if between == "evaluation":
+                with torch.no_grad():
+                    assert equal(evaluate(batch), plain.table(*batch[:2]))
+            else:
+                check(batch, train if between == "captured" else ranks.step)
+    for batch in given[:12]:
+        check(batch, train)
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert train.summary().replayed
 
 
 def test_a_wrong_id_is_refused_before_anything_happens(with_itself, replayed):
