@@ -121,6 +121,9 @@ class Step:
             raise ValueError("the step's own")
         yield
 
+    def free(self, graph):
+        graph.reset()
+
     def run_observed(self, batch):
         if self.did[-1:] != ["capture"]:  # of which nothing runs
             self.did.append("eager")
