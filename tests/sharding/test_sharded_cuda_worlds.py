@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import equal, require_gpu
 from sharding import (
+    sequences,
     test_sharded_agreement,
     test_sharded_checkpoints,
     test_sharded_failures,
@@ -41,6 +42,12 @@ def worlds():
     """Worlds of ranks on the GPU, each started when a test first uses it, and kept."""
     require_gpu()
     yield from kept("cuda")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3])
+def test_cuda_whatever_ranks_do(worlds, size, seed):
+    sequences.check(worlds(size), seed, captures=False)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)

@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 from devices import equal
+from sharding import sequences
 from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
 from sharding.test_sharded_cuda_graphs import graphs_of
 from sharding.worlds import World, need_gpus_for
@@ -132,6 +133,11 @@ def test_gpus_replay_steps_over_files_whose_rows_are_all_resident(world, ahead):
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_gpus_replay_many_steps(world, ahead):
     compare(world, sharding="rows", steps=10_000, distinct=500, capacity=0.3, ahead=ahead)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_ranks_on_gpus_do_has_the_bits_of_one_process(world, seed):
+    sequences.check(world, seed)
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from devices import equal
-from sharding import test_sharded_gpus
+from sharding import sequences, test_sharded_gpus
 from sharding.ranks import batch_of, calls_of, seven, sharding_of, tables_of, unequal, uneven
 from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, check_counted, compare, world
 from sharding.worlds import need_gpus_for
@@ -128,6 +128,17 @@ def test_eager_steps_over_files_write_to_the_bits_of_one_process(world, ahead):
 ], ids=str)  # fmt: skip
 def test_eager_steps_write_to_the_bits_of_one_process(world, keywords, ahead):
     compare(world, ahead=ahead, steps=40, run=eager_run, **keywords)
+
+
+def performed(*given):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
+        return sequences.performed(*given)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_ranks_do_has_the_bits_of_one_process(world, seed):
+    sequences.check(world, seed, run=performed)
 
 
 def counts(rank, size):
