@@ -41,14 +41,14 @@ REASONS = (
         "choosing victims",
         "cuda-kernels",
         r"^choose victims",
-        "The cause is not known: an earlier run met the target by 2 %, this one misses it by 4 %.",
+        "The cause is not known. The run before this one met the target.",
     ),
     Reason(
         "a lookup of few samples as a CUDA graph",
         "cuda-inference",
         r"^lookup, all hits, .*CUDA graph$",
-        "Before each replay Python checks the tables and copies the batch, which takes as long as the lookup itself: "
-        "replayed by hand it takes the target's time.",
+        "Before each replay Python checks that the tables are as they were captured, and copies the batch. A graph "
+        "that a user captures and replays without these checks meets the target.",
     ),
     Reason(
         "a DLRM with a cache of 1 %, as a CUDA graph",
